@@ -1,0 +1,313 @@
+"""The CPU backend: torch's fused attention kernel over dense, packed and paged caches.
+
+One sequence at a time. Keys come as views where memory allows it, else gathered in pieces that
+stay in the processor's cache: no temporary exceeds one sequence's keys and values.
+Partial results hold out as [rows, H, D] and lse as [H, rows].
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvattn import quant
+from kvattn.backends import cpu_append
+from kvattn.backends.cpu_keys import Keys
+from kvattn.plan import Plan
+from kvattn.request import Facts, Request, Span
+
+name = "cpu"
+_FEW_ROWS = 16  # up to here the rows of a group share one tile and keys come in pieces
+_ROW_BLOCK = 128  # rows that share a mask, so that a window costs what it shows
+_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+_REFUSED = (
+    ("qv", "torch's fused kernel has no second product of qv and v"),
+    ("sfq", "MXFP8 scales are left to the reference"),
+    ("sfk", "MXFP8 scales are left to the reference"),
+    ("sfv", "MXFP8 scales are left to the reference"),
+    ("rel_bias", "torch's fused kernel cannot gather rel_bias by distance"),
+    ("gather_kv_indices", "torch's fused kernel cannot select keys per query"),
+)
+
+
+def refuses(facts: Facts) -> str | None:
+    """Why this backend cannot take the call, or None."""
+    if facts.device != "cpu":
+        return f"the tensors are on {facts.device}"
+    for tensor, reason in _REFUSED:
+        if facts.has(tensor):
+            return reason
+    if not facts.option("attend"):
+        return None
+    if facts.score_mod or facts.mask_mod or facts.block_sparse:
+        return "torch's fused kernel runs no Python mods and no block masks"
+    if facts.option("softcap") > 0:
+        return "torch's fused kernel has no softcap"
+    if facts.option("batch_invariant"):
+        return "torch's fused kernel picks its blocks by the number of rows and keys"
+    if facts.tensor("q").dtype in quant.FP8:
+        return "torch's fused kernel has no FP8 queries"
+    if facts.tensor("q").shape[-1] != facts.tensor("v_cache").shape[-1]:
+        return "torch's fused kernel needs equal head dims of keys and values"
+    return None
+
+
+def kernel(facts: Facts) -> str:
+    append = "append" if facts.has("k") else ""
+    if not facts.option("attend"):
+        return append
+    layout = "paged" if facts.has("page_table") else "dense"
+    scaled = facts.has("q_descale", "k_descale", "v_descale")
+    dtype = _compute_dtype(facts.tensor("q").dtype, facts.tensor("k_cache").dtype, scaled)
+    attention = f"torch's fused kernel over {layout} keys in {str(dtype).removeprefix('torch.')}"
+    return f"{append}, then {attention}" if append else attention
+
+
+def _compute_dtype(query: torch.dtype, cache: torch.dtype, scaled: bool) -> torch.dtype:
+    if query == torch.float64:
+        return query
+    return query if query == cache and not scaled else torch.float32
+
+
+def run(r: Request, plan: Plan) -> tuple[Tensor, Tensor] | None:
+    """Appends the new tokens, then attends. Returns (out, lse), or None for an append alone."""
+    q = r.q if r.k is None else cpu_append.append(r)
+    if not r.attend:
+        return None
+    assert q is not None
+    out, lse = r.outputs()
+    work = _Work(r, q)
+    if work.uniform():
+        part = work.batch()
+        out[:, 0] = part.out
+        lse[:, :, 0] = part.lse.transpose(0, 1)
+        return out, lse
+    for b, span in enumerate(r.spans):
+        if span.q_len == 0:
+            continue
+        part = work.sequence(b, span)
+        if r.cu_seqlens_q is None:
+            out[b, : span.q_len], lse[b, :, : span.q_len] = part
+        else:
+            rows = slice(span.q_start, span.q_start + span.q_len)
+            out[rows], lse[:, rows] = part
+    return out, lse
+
+
+class Part(NamedTuple):
+    """A result over some of the keys."""
+
+    out: Tensor  # [rows, H, D]
+    lse: Tensor  # [H, rows]
+
+
+class _Work:
+    """One attention call: the request, its rotated query, and what its sequences share."""
+
+    def __init__(self, r: Request, q: Tensor) -> None:
+        assert r.k_cache is not None
+        scaled = not (r.q_descale is None and r.k_descale is None and r.v_descale is None)
+        self.r, self.q, self.scaled = r, q, scaled
+        self.dtype = _compute_dtype(q.dtype, r.k_cache.dtype, scaled)
+        self.keys = Keys(r, self.dtype)
+        self.kv_heads = r.kv_heads
+        self.group = r.heads // r.kv_heads
+
+    def uniform(self) -> bool:
+        """Whether a dense batch of equal one-token sequences can go in one kernel call."""
+        r = self.r
+        if r.batch < 2 or self.scaled or r.alibi_slopes is not None or not self.keys.dense:
+            return False
+        if r.cu_seqlens_q is not None or r.seqused_q is not None or r.cache_batch_idx is not None:
+            return False
+        first = r.spans[0]
+        alike = all(s.active and (s.start, s.end) == (first.start, first.end) for s in r.spans)
+        return alike and first.q_len == 1 and self.keys.small(first.keys)
+
+    def batch(self) -> Part:
+        """All sequences of a uniform batch at once: one row each."""
+        span = self.r.spans[0]
+        low, high = _reach(self.r, span, range(1))
+        q = self.q[:, 0]
+        if high <= low:
+            return self._sinks(self._empty(q))
+        k, v = self.keys.every(span.start + low, span.start + high)
+        tile = q.to(self.dtype).unflatten(1, (self.kv_heads, self.group))
+        out, lse = _call(tile, k, v, self.r.softmax_scale)
+        return self._sinks(Part(out.flatten(1, 2), lse.flatten(1, 2).transpose(0, 1)))
+
+    def sequence(self, b: int, span: Span) -> Part:
+        """One sequence: out and lse of all its rows."""
+        r = self.r
+        first = span.q_start
+        q = self.q[b, : span.q_len] if r.cu_seqlens_q is None else self.q[first:][: span.q_len]
+        if not span.active:
+            return self._empty(q)
+        rows = range(span.q_len)
+        low, high = _reach(r, span, rows)
+        if high <= low:
+            return self._sinks(self._empty(q))
+        q = self._scaled_query(q, b)
+        biased = r.alibi_slopes is not None
+        masked = len(rows) > 1 and r.local
+        if len(rows) <= _FEW_ROWS:
+            part = self._few(b, span, q, low, high, biased or masked)
+        elif not masked and not biased:
+            part = self._wide(q, *self.keys.whole(b, span, low, high))
+        elif r.causal and not biased and r.window[0] is None and r.attention_chunk == 0:
+            part = self._causal(b, span, q)
+        else:
+            part = self._blocks(b, span, q)
+        if r.v_descale is not None and not self.keys.v_by_token:
+            part = Part(part.out * self._by_head(r.v_descale, b), part.lse)
+        return self._sinks(part)
+
+    def _empty(self, q: Tensor) -> Part:
+        """Rows that see no key."""
+        lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float32)
+        return Part(torch.zeros_like(q, dtype=self.dtype), lse)
+
+    def _by_head(self, scale: Tensor, b: int) -> Tensor:
+        """A (B, Hk) factor of sequence b as [1, H, 1]."""
+        return scale[b].to(self.dtype).repeat_interleave(self.group)[None, :, None]
+
+    def _scaled_query(self, q: Tensor, b: int) -> Tensor:
+        """q in the compute dtype, times the descales of q and k: logits are linear in them."""
+        q = q.to(self.dtype)
+        if self.r.q_descale is not None:
+            q = q * self._by_head(self.r.q_descale, b)
+        if self.r.k_descale is not None and not self.keys.k_by_token:
+            q = q * self._by_head(self.r.k_descale, b)
+        return q
+
+    def _few(self, b: int, span: Span, q: Tensor, low: int, high: int, biased: bool) -> Part:
+        """Few rows: those of a group form one tile per kv head, and keys come in pieces."""
+        rows, hk, g = q.shape[0], self.kv_heads, self.group
+        tile = q.unflatten(1, (hk, g)).permute(1, 2, 0, 3).flatten(1, 2)[None]  # [1, Hk, g*rows, D]
+        bias = None
+        if biased:
+            bias = self._bias(b, span, range(rows), low, high).expand(hk, g, -1, -1).flatten(1, 2)
+        outs, lses = [], []
+        for k, v, first, last in self.keys.pieces(b, span, low, high):
+            mask = None if bias is None else bias[None, :, :, first - low : last - low]
+            out, lse = _call(tile, k, v, self.r.softmax_scale, mask)
+            outs.append(out[0])
+            lses.append(lse[0])
+        out, lse = _merge(outs, lses)  # [Hk, g*rows, D], [Hk, g*rows]
+        if rows == 1:
+            return Part(out.flatten(0, 1)[None], lse.flatten()[:, None])
+        out = out.unflatten(1, (g, rows)).permute(2, 0, 1, 3).flatten(1, 2)
+        return Part(out, lse.unflatten(1, (g, rows)).flatten(0, 1))
+
+    def _wide(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
+    ) -> Part:
+        """Many rows: the kv heads are the kernel's batch, the group its heads.
+
+        q [rows, H, D], k and v [1, Hk, n, D], mask [Hk, g, rows, n].
+        """
+        tile = q.unflatten(1, (self.kv_heads, self.group)).permute(1, 2, 0, 3)
+        k, v = (x[0][:, None].expand(-1, self.group, -1, -1) for x in (k, v))
+        out, lse = _call(tile, k, v, self.r.softmax_scale, mask, causal)
+        return Part(out.permute(2, 0, 1, 3).flatten(1, 2), lse.flatten(0, 1))
+
+    def _causal(self, b: int, span: Span, q: Tensor) -> Part:
+        """Causal rows: the earlier keys unmasked and the square of the diagonal, merged."""
+        rows, keys = q.shape[0], span.keys
+        k, v = self.keys.whole(b, span, 0, keys)
+        if rows > keys:  # the first rows stand before the first key
+            square = self._wide(q[rows - keys :], k, v, causal=True)
+            empty = self._empty(q[: rows - keys])
+            return Part(torch.cat((empty.out, square.out)), torch.cat((empty.lse, square.lse), 1))
+        before = keys - rows
+        square = self._wide(q, k[:, :, before:], v[:, :, before:], causal=True)
+        if before == 0:
+            return square
+        past = self._wide(q, k[:, :, :before], v[:, :, :before])
+        outs = [part.out.transpose(0, 1) for part in (past, square)]
+        out, lse = _merge(outs, [past.lse, square.lse])
+        return Part(out.transpose(0, 1), lse)
+
+    def _blocks(self, b: int, span: Span, q: Tensor) -> Part:
+        """Windows, chunks and ALiBi: blocks of rows, each over the keys it can reach."""
+        parts = []
+        for first in range(0, span.q_len, _ROW_BLOCK):
+            rows = range(first, min(first + _ROW_BLOCK, span.q_len))
+            block = q[rows.start : rows.stop]
+            low, high = _reach(self.r, span, rows)
+            if high <= low:
+                parts.append(self._empty(block))
+                continue
+            k, v = self.keys.whole(b, span, low, high)
+            bias = self._bias(b, span, rows, low, high)
+            parts.append(self._wide(block, k, v, bias.expand(self.kv_heads, self.group, -1, -1)))
+        return Part(torch.cat([o for o, _ in parts]), torch.cat([l for _, l in parts], 1))
+
+    def _bias(self, b: int, span: Span, rows: range, low: int, high: int) -> Tensor:
+        """Masks and ALiBi as one additive term [Hk | 1, g | 1, rows, high - low]."""
+        r = self.r
+        left, right = r.window
+        p = torch.arange(rows.start, rows.stop)[:, None] + (span.keys - span.q_len)
+        j = torch.arange(low, high)[None, :]
+        hidden = torch.zeros(len(rows), high - low, dtype=torch.bool)
+        if right is not None:
+            hidden |= j > p + right
+        if left is not None:
+            hidden |= j < p - left
+        if r.attention_chunk > 0:
+            chunk = r.attention_chunk
+            hidden |= torch.div(p, chunk, rounding_mode="floor") != j // chunk
+        bias = torch.zeros(hidden.shape, dtype=self.dtype)[None, None]
+        if r.alibi_slopes is not None:
+            slopes = r.alibi_slopes.expand(r.batch, r.heads)[b].view(self.kv_heads, self.group, 1, 1)
+            bias = -(slopes * (p - j).abs()).to(self.dtype)
+        return bias.masked_fill(hidden, -math.inf)
+
+    def _sinks(self, part: Part) -> Part:
+        """Adds the sinks to the denominator."""
+        if self.r.sinks is None:
+            return part
+        total = torch.logaddexp(part.lse, self.r.sinks.to(part.lse.dtype)[:, None])
+        share = torch.where(total.isinf(), 0.0, torch.exp(part.lse - total))
+        return Part(part.out * share.transpose(0, 1)[..., None], total)
+
+
+def _reach(r: Request, span: Span, rows: range) -> tuple[int, int]:
+    """First and one past the last logical key that any of these rows can see."""
+    shift = span.keys - span.q_len
+    first, last = rows.start + shift, rows.stop - 1 + shift
+    left, right = r.window
+    low = 0 if left is None else max(0, first - left)
+    high = span.keys if right is None else min(span.keys, last + right + 1)
+    if r.attention_chunk > 0:
+        chunk = r.attention_chunk
+        low, high = max(low, first // chunk * chunk), min(high, (last // chunk + 1) * chunk)
+    return low, high
+
+
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """torch's kernel: q [N, h, rows, D], k and v [N, h, n, D] -> out like q, lse [N, h, rows]."""
+    out, lse = _fused(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    if mask is not None:  # a fully masked row comes back with an lse of 0
+        lse = lse.masked_fill(mask.amax(-1) == -math.inf, -math.inf)
+    return out, lse
+
+
+def _merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Merges results over disjoint keys: outs [..., D] and lses [...]."""
+    if len(outs) == 1:
+        return outs[0], lses[0]
+    stacked = torch.stack(lses)
+    top = stacked.amax(0)
+    top = torch.where(top == -math.inf, 0.0, top)
+    weights = torch.exp(stacked - top)
+    total = weights.sum(0)
+    weights = weights / torch.where(total > 0, total, 1.0)
+    out = (torch.stack(outs).to(weights.dtype) * weights[..., None]).sum(0)
+    return out, top + torch.log(total)

@@ -1,0 +1,24 @@
+"""Every error that kvattn raises; each class has a stable code and says how to mend the call."""
+
+from __future__ import annotations
+
+from kvattn.errors import kinds, option_kinds
+from kvattn.errors.base import (
+    ArgumentIndexError,
+    ArgumentTypeError,
+    ArgumentValueError,
+    KvattnError,
+    RefusedError,
+)
+from kvattn.errors.kinds import *  # noqa: F403
+from kvattn.errors.option_kinds import *  # noqa: F403
+
+__all__ = [
+    "ArgumentIndexError",
+    "ArgumentTypeError",
+    "ArgumentValueError",
+    "KvattnError",
+    "RefusedError",
+    "kinds",
+    "option_kinds",
+]

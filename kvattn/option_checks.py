@@ -1,0 +1,277 @@
+"""Checks of what a call asks for: rotary, scales, masks, mods, hints. Part of the one door."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvattn import errors as E
+from kvattn import quant
+
+FLAGS = (
+    *("causal", "rotary_interleaved", "only_qv", "return_lse", "batch_invariant", "deterministic"),
+)  # fmt: skip
+BIAS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SIZES = {"score_mod": (5, 7, 8), "mask_mod": (4, 6, 7)}
+
+
+class BlockSparse(NamedTuple):
+    """Which key blocks a query block sees; unlisted blocks are masked.
+
+    Counts are (B|1, H|1, Mb) int32, indices (B|1, H|1, Mb, N) int32 with the first ``count``
+    entries valid. `mask_mod` applies inside the ``mask`` blocks only, ``full`` blocks skip it.
+    """
+
+    mask_block_cnt: Tensor
+    mask_block_idx: Tensor
+    full_block_cnt: Tensor | None = None
+    full_block_idx: Tensor | None = None
+    block_size: tuple[int, int] = (128, 128)
+
+
+def normalise(raw: Any) -> None:
+    """Windows, scales and hints in one spelling; needs no shapes beyond the caches'."""
+    for name in FLAGS:
+        flag = getattr(raw, name)
+        if flag is not True and flag is not False:
+            raise E.FlagError(name, repr(flag), "True or False")
+    if raw.dropout_p != 0.0:
+        raise E.DropoutError("dropout_p", raw.dropout_p, "0.0")
+    raw.window = _window(raw.window_size, raw.causal)
+    raw.attention_chunk = _integer(raw.attention_chunk, "attention_chunk", E.AttentionChunkError)
+    raw.num_splits = _integer(raw.num_splits, "num_splits", E.NumSplitsError)
+    raw.sm_margin = _integer(raw.sm_margin, "sm_margin", E.SmMarginError)
+    raw.softcap = _number(0.0 if raw.softcap is None else raw.softcap, "softcap", E.SoftcapError)
+    if raw.softcap < 0:
+        raise E.SoftcapError("softcap", raw.softcap, "0 (off) or a positive number")
+    if raw.pack_gqa not in (None, True, False):
+        raise E.FlagError("pack_gqa", repr(raw.pack_gqa), "None, True or False")
+    for name in ("q_descale", "k_descale", "v_descale"):
+        scale = getattr(raw, name)
+        if isinstance(scale, (int, float)) and not isinstance(scale, bool):
+            device = getattr(raw.v_cache, "device", None)
+            setattr(raw, name, torch.tensor(float(scale), dtype=torch.float32, device=device))
+    for name in ("max_seqlen_q", "max_seqlen_k", "min_seqlen_k"):
+        bound = getattr(raw, name)
+        if bound is not None:
+            setattr(raw, name, _integer(bound, name, E.IntArgumentError))
+
+
+def _window(window: Any, causal: bool) -> tuple[int | None, int | None]:
+    allowed = "two ints >= -1, or None"
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise E.WindowSizeError("window_size", repr(window), allowed)
+    sides = []
+    for side in window:
+        if side is None:
+            sides.append(None)
+            continue
+        try:
+            bound = operator.index(side)
+        except TypeError:
+            raise E.WindowSizeError("window_size", repr(window), allowed) from None
+        if isinstance(side, bool) or bound < -1:
+            raise E.WindowSizeError("window_size", repr(window), allowed)
+        sides.append(None if bound == -1 else bound)
+    return sides[0], 0 if causal else sides[1]
+
+
+def _integer(value: Any, name: str, kind: type[E.KvattnError]) -> int:
+    if value is None:
+        return 0
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = -1
+    if isinstance(value, bool) or number < 0:
+        raise kind(name, repr(value), "an int >= 0")
+    return number
+
+
+def _number(value: Any, name: str, kind: type[E.KvattnError]) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise kind(name, repr(value), "a finite number")
+    return number
+
+
+def check(raw: Any, count: int) -> None:
+    """Shapes and dtypes of everything that is optional; fills in the default softmax scale."""
+    _rotary(raw, count)
+    _descales(raw, count)
+    if raw.sfq is not None or raw.sfk is not None or raw.sfv is not None:
+        _mx(raw)
+    if not raw.attend:
+        return
+    _softmax_scale(raw)
+    _biases(raw, count)
+    _mods(raw)
+    _sparse(raw, count)
+
+
+def _rotary(raw: Any, count: int) -> None:
+    cos, sin, base = raw.rotary_cos, raw.rotary_sin, raw.rotary_seqlens
+    if cos is None and sin is None:
+        if base is not None:
+            raise E.RotaryIncompleteError("rotary_seqlens", "no rotary_cos", "tables with it")
+        return
+    if cos is None or sin is None:
+        missing = "rotary_cos" if cos is None else "rotary_sin"
+        raise E.RotaryIncompleteError(missing, "None", "both tables or neither")
+    if raw.k is None:
+        raise E.RotaryWithoutNewKeysError("rotary_cos", "no k", "k and v to append")
+    dim = raw.k_cache.shape[-1]
+    if cos.dim() != 2 or cos.shape != sin.shape or not 0 < 2 * cos.shape[1] <= dim:
+        got = f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)}"
+        raise E.RotaryShapeError("rotary_cos", got, f"two (positions, R/2) with R <= {dim}")
+    own = raw.q.dtype if raw.q is not None else raw.k.dtype
+    if cos.dtype != sin.dtype or cos.dtype not in (torch.float32, own):
+        raise E.RotaryDtypeError("rotary_cos", f"{cos.dtype}, {sin.dtype}", f"float32 or {own}")
+    if base is not None and (base.dtype != torch.int32 or base.shape != (count,)):
+        got = f"{base.dtype}, shape {tuple(base.shape)}"
+        raise E.RotarySeqlensError("rotary_seqlens", got, f"int32 of shape ({count},)")
+
+
+def _descales(raw: Any, count: int) -> None:
+    heads = raw.v_cache.shape[-2]
+    for name, cache in (("q_descale", None), ("k_descale", raw.k_cache), ("v_descale", raw.v_cache)):
+        scale = getattr(raw, name)
+        if scale is None:
+            continue
+        if scale.dtype != torch.float32:
+            raise E.DescaleError(name, str(scale.dtype), "torch.float32")
+        if cache is not None and quant.per_token(scale, cache):
+            continue
+        try:
+            setattr(raw, name, scale.to(raw.v_cache.device).expand(count, heads))
+        except RuntimeError:
+            got, allowed = f"shape {tuple(scale.shape)}", f"({count}, {heads}) or broadcastable"
+            raise E.DescaleError(name, got, allowed) from None
+
+
+def _mx(raw: Any) -> None:
+    if (raw.sfq is None) != (raw.sfk is None) and not (raw.only_qv or not raw.attend):
+        missing = "sfq" if raw.sfq is None else "sfk"
+        raise E.MxScaleError(missing, "None", "sfq and sfk together")
+    if raw.sfk is not None and raw.page_table is not None and raw.sfv is None and raw.attend:
+        raise E.MxScaleError("sfv", "None", "sfv too when paged keys carry scales")
+    for name, data in (("sfq", raw.q), ("sfk", raw.k_cache), ("sfv", raw.v_cache)):
+        scale = getattr(raw, name)
+        if scale is None:
+            continue
+        if data is None:
+            raise E.MxScaleError(name, "scales without data", "None here")
+        if scale.dtype != torch.float8_e8m0fnu or data.dtype != torch.float8_e4m3fn:
+            got = f"{scale.dtype} for {data.dtype} data"
+            raise E.MxScaleError(name, got, "float8_e8m0fnu for float8_e4m3fn data")
+        layout = quant.mx_layout(scale, data, tokens=name == "sfv")
+        if layout is None:
+            got = f"shape {tuple(scale.shape)} for data {tuple(data.shape)}"
+            raise E.MxScaleError(name, got, quant.mx_allowed(data, tokens=name == "sfv"))
+        if layout == "tokens" and raw.k is not None:
+            raise E.MxScaleError("sfv", "one scale per 32 tokens with an append", "plain scales")
+
+
+def _softmax_scale(raw: Any) -> None:
+    if raw.softmax_scale is not None:
+        raw.softmax_scale = _number(raw.softmax_scale, "softmax_scale", E.SoftmaxScaleError)
+        return
+    width = 0 if raw.q is None else raw.q.shape[-1]
+    width += 0 if raw.qv is None else raw.qv.shape[-1]
+    raw.softmax_scale = width**-0.5
+
+
+def _biases(raw: Any, count: int) -> None:
+    lead = raw.qv if raw.q is None else raw.q
+    heads = lead.shape[-2]
+    sinks, slopes, bias = raw.sinks, raw.alibi_slopes, raw.rel_bias
+    if sinks is not None and (sinks.shape != (heads,) or sinks.dtype not in BIAS_DTYPES):
+        raise E.SinksError("sinks", _seen(sinks), f"float32, bfloat16 or float16 of ({heads},)")
+    if slopes is not None and (
+        slopes.shape not in ((heads,), (count, heads)) or slopes.dtype != torch.float32
+    ):
+        raise E.AlibiSlopesError(
+            "alibi_slopes", _seen(slopes), f"float32 of ({heads},) or ({count}, {heads})"
+        )
+    if bias is not None:
+        fits = bias.shape[:-1] == lead.shape[:-1] and bias.shape[-1] > 0
+        if not fits or bias.dtype not in BIAS_DTYPES:
+            raise E.RelBiasError("rel_bias", _seen(bias), f"{tuple(lead.shape[:-1])} and E >= 1")
+    cache = raw.rel_bias_prep_cache
+    if cache is not None and not isinstance(cache, dict):
+        raise E.RelBiasError("rel_bias_prep_cache", type(cache).__name__, "a dict or None")
+
+
+def _seen(tensor: Tensor) -> str:
+    return f"{tensor.dtype}, shape {tuple(tensor.shape)}"
+
+
+def _mods(raw: Any) -> None:
+    for name, sizes in _SIZES.items():
+        mod = getattr(raw, name)
+        if mod is None:
+            continue
+        if not callable(mod):
+            raise E.ModCallableError(name, type(mod).__name__, "a callable")
+        if mod_arity(mod) not in sizes:
+            got = f"{mod_arity(mod)} arguments"
+            raise E.ModCallableError(name, got, " or ".join(map(str, sizes)))
+    if raw.aux_tensors is not None:
+        if raw.score_mod is None and raw.mask_mod is None:
+            raise E.ModCallableError("aux_tensors", "no mod to read them", "a score_mod or mask_mod")
+        for tensor in raw.aux_tensors:
+            if not isinstance(tensor, Tensor):
+                raise E.NotATensorError("aux_tensors", type(tensor).__name__, "tensors")
+
+
+def mod_arity(mod: Any) -> int:
+    """Number of positional arguments of a callable; -1 where Python cannot tell."""
+    try:
+        parameters = inspect.signature(mod).parameters.values()
+    except (TypeError, ValueError):
+        return -1
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters)
+
+
+def _sparse(raw: Any, count: int) -> None:
+    lead = raw.qv if raw.q is None else raw.q
+    gather = raw.gather_kv_indices
+    if gather is not None:
+        rows = tuple(lead.shape[:-2])
+        if gather.dtype != torch.int32 or gather.shape[:-1] != rows:
+            raise E.BlockSparseError("gather_kv_indices", _seen(gather), f"int32 of {rows} and K")
+    sparse = raw.block_sparse_tensors
+    if sparse is None:
+        return
+    try:
+        fields = {name: getattr(sparse, name, None) for name in BlockSparse._fields}
+        fields["block_size"] = tuple(fields["block_size"] or (128, 128))
+        block = BlockSparse(**fields)
+    except (TypeError, ValueError):
+        raise E.BlockSparseError(
+            "block_sparse_tensors", type(sparse).__name__, "kvattn.BlockSparse or its likeness"
+        ) from None
+    for prefix in ("mask", "full"):
+        counts, indices = fields[f"{prefix}_block_cnt"], fields[f"{prefix}_block_idx"]
+        if counts is None and indices is None and prefix == "full":
+            continue
+        for tensor, rank in ((counts, 3), (indices, 4)):
+            fits = isinstance(tensor, Tensor) and tensor.dtype == torch.int32
+            if not fits or tensor.dim() != rank or tensor.device != lead.device:
+                got = _seen(tensor) if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise E.BlockSparseError(f"{prefix}_block", got, f"int32 with {rank} dims")
+            if tensor.shape[0] not in (1, count) or tensor.shape[1] not in (1, lead.shape[-2]):
+                allowed = f"({count} or 1, {lead.shape[-2]} or 1, ...)"
+                raise E.BlockSparseError(f"{prefix}_block", _seen(tensor), allowed)
+        if counts.shape != indices.shape[:-1]:
+            raise E.BlockSparseError(f"{prefix}_block_idx", _seen(indices), "counts' shape plus N")
+    raw.block_sparse = block

@@ -1,0 +1,228 @@
+"""Checks that read tensor data: lengths, page ids, cumulative lengths, positions.
+
+They run always on the CPU. On a GPU they cost a synchronisation, so they run only in checked
+mode, and never while a CUDA graph is being captured.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvattn import errors as E
+
+if TYPE_CHECKING:
+    from kvattn.request import Request, Span
+
+_checked: ContextVar[bool] = ContextVar(
+    "kvattn_checked", default=os.environ.get("KVATTN_CHECKED", "0") not in ("", "0")
+)
+
+
+@contextmanager
+def checked(on: bool = True) -> Iterator[None]:
+    """Switches value checks on for GPU tensors, and the strict ones on for every device.
+
+    Example:
+        >>> with kvattn.checked():
+        ...     kvattn.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths)
+    """
+    token = _checked.set(on)
+    try:
+        yield
+    finally:
+        _checked.reset(token)
+
+
+def integers(tensor: Tensor | None) -> list[int]:
+    """The numbers of an index tensor; empty for None."""
+    return [] if tensor is None else tensor.tolist()
+
+
+def check(r: Request) -> None:
+    """Raises on lengths, indices and positions that point outside the caller's tensors."""
+    device = r.pool.device
+    if device.type == "meta" or (device.type != "cpu" and not _checked.get()):
+        return
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return
+    _edges(r)
+    _lengths(r)
+    if r.cu_seqlens_k is None and not (r.slot_mapping is not None and not r.attend):
+        _rows(r)
+        if r.page_table is not None:
+            _pages(r, r.page_table)
+    if r.slot_mapping is not None:
+        _slots(r, r.slot_mapping)
+    if r.rotary_cos is not None:
+        _positions(r, r.rotary_cos.shape[0])
+    _bounds(r)
+    if r.gather_kv_indices is not None:
+        _gathered(r, r.gather_kv_indices)
+    if _checked.get() and r.k is not None:
+        _duplicates(r)
+
+
+def _edges(r: Request) -> None:
+    """Cumulative lengths start at 0, never decrease, and end within their tensor."""
+    for name, tensor, kind in (
+        ("cu_seqlens_q", r.lead, E.CuSeqlensError),
+        ("cu_seqlens_k", r.pool, E.CuSeqlensError),
+        ("cu_seqlens_k_new", r.k, E.CuSeqlensNewError),
+    ):
+        edges = getattr(r, name)
+        if edges is None or tensor is None:
+            continue
+        numbers, total = edges.tolist(), tensor.shape[0]
+        ordered = all(a <= b for a, b in zip(numbers, numbers[1:], strict=False))
+        if numbers[0] != 0 or not ordered or numbers[-1] > total:
+            shown = numbers if len(numbers) <= 9 else [*numbers[:8], "..."]
+            raise kind(name, shown, f"0 first, never decreasing, at most {total} last")
+
+
+def _lengths(r: Request) -> None:
+    capacity, appending = r.capacity, r.k is not None
+    if r.cache_seqlens is not None:
+        name = "cache_seqlens" if r.cu_seqlens_k is None else "seqused_k"
+        edges = integers(r.cu_seqlens_k)
+        for b, (length, span) in enumerate(zip(integers(r.cache_seqlens), r.spans, strict=True)):
+            if length < -1:
+                raise E.NegativeLengthError(f"{name}[{b}]", length, ">= -1")
+            if span.active:
+                room = edges[b + 1] - edges[b] if edges else capacity
+                _length(name, b, span, room, appending)
+    if r.seqused_q is not None:
+        _used_queries(r)
+    if r.cache_leftpad is not None:
+        for b, span in enumerate(r.spans):
+            if span.start < 0:
+                raise E.NegativeLeftpadError(f"cache_leftpad[{b}]", span.start, ">= 0")
+            if span.active and span.start > span.old and r.slot_mapping is None:
+                raise E.LeftpadOverLengthError(f"cache_leftpad[{b}]", span.start, f"<= {span.old}")
+            if span.active and span.start > span.end:
+                raise E.LeftpadOverLengthError(f"cache_leftpad[{b}]", span.start, f"<= {span.end}")
+
+
+def _length(name: str, b: int, span: Span, room: int, appending: bool) -> None:
+    if span.old < 0:  # slot_mapping: the length must count the new tokens too
+        raise E.NegativeLengthError(f"{name}[{b}]", span.end, f">= {span.new_len} new tokens")
+    if span.old > room:
+        raise E.LengthOverCapacityError(f"{name}[{b}]", span.old, f"<= {room}")
+    if span.end > room:
+        got = f"{span.old} cached + {span.new_len} new tokens = {span.end}"
+        kind = E.AppendOverflowError if appending else E.LengthOverCapacityError
+        raise kind(f"{name}[{b}]", got, f"<= {room}")
+
+
+def _used_queries(r: Request) -> None:
+    assert r.seqused_q is not None
+    if r.cu_seqlens_q is None:
+        rooms = [r.lead.shape[1]] * r.batch
+    else:
+        edges = r.cu_seqlens_q.tolist()
+        rooms = [b - a for a, b in zip(edges, edges[1:], strict=False)]
+    for b, (used, room) in enumerate(zip(r.seqused_q.tolist(), rooms, strict=True)):
+        if not 0 <= used <= room:
+            raise E.SeqUsedError(f"seqused_q[{b}]", used, f"0 to {room}")
+
+
+def _rows(r: Request) -> None:
+    rows = r.pool.shape[0] if r.page_table is None else r.page_table.shape[0]
+    if r.cache_batch_idx is not None:
+        for b, row in enumerate(r.cache_batch_idx.tolist()):
+            if not 0 <= row < rows:
+                raise E.BatchIndexRangeError(f"cache_batch_idx[{b}]", row, f"0 to {rows - 1}")
+
+
+def _pages(r: Request, table: Tensor) -> None:
+    """Every page id within a used length names a page of the pool."""
+    pages = r.pool.shape[0]
+    if table.numel() == 0:
+        return
+    low, high = torch.aminmax(table)
+    if low >= 0 and high < pages:
+        return
+    size = r.page_size
+    for b, span in enumerate(r.spans):
+        if not span.active:
+            continue
+        used = table[span.row, span.start // size : -(-span.end // size)]
+        if used.numel() == 0:
+            continue
+        low, high = (int(x) for x in torch.aminmax(used))
+        if low < 0 or high >= pages:
+            bad = low if low < 0 else high
+            raise E.PageOutOfRangeError(f"page_table[{span.row}]", bad, f"0 to {pages - 1}")
+
+
+def _slots(r: Request, slots: Tensor) -> None:
+    limit = r.pool.shape[0] * r.page_size
+    if slots.numel() == 0:
+        return
+    low, high = (int(x) for x in torch.aminmax(slots))
+    if low < -1 or high >= limit:
+        raise E.SlotOutOfRangeError("slot_mapping", low if low < -1 else high, f"-1 to {limit - 1}")
+
+
+def _positions(r: Request, rows: int) -> None:
+    bases = integers(r.rotary_seqlens)
+    for b, span in enumerate(r.spans):
+        if bases and bases[b] < 0:
+            raise E.RotarySeqlensError(f"rotary_seqlens[{b}]", bases[b], ">= 0")
+        if not span.active:
+            continue
+        base = bases[b] if bases else span.old
+        steps = max(span.new_len, span.q_len if r.local else min(span.q_len, 1))
+        if steps and base + steps > rows:
+            got = f"position {base + steps - 1} in sequence {b}"
+            raise E.RotaryTableShortError("rotary_cos", got, f"positions 0 to {rows - 1}")
+
+
+def _bounds(r: Request) -> None:
+    for name, bound in (("max_seqlen_q", r.max_seqlen_q), ("max_seqlen_k", r.max_seqlen_k)):
+        if bound is None:
+            continue
+        longest = max(
+            (s.q_len if name == "max_seqlen_q" else s.keys for s in r.spans if s.active), default=0
+        )
+        if bound < longest:
+            raise E.MaxSeqlenTooSmallError(name, bound, f">= {longest}, the longest sequence")
+
+
+def _gathered(r: Request, indices: Tensor) -> None:
+    flat = indices.reshape(-1, indices.shape[-1])
+    for b, span in enumerate(r.spans):
+        used = flat[span.q_start : span.q_start + span.q_len]
+        if used.numel() and (int(used.min()) < -1 or int(used.max()) >= span.keys):
+            bad = int(used.min()) if int(used.min()) < -1 else int(used.max())
+            got = f"{bad} in sequence {b}"
+            raise E.BlockSparseError("gather_kv_indices", got, f"-1 to {span.keys - 1}")
+
+
+def _duplicates(r: Request) -> None:
+    """No two new tokens of the call go to one slot."""
+    if r.slot_mapping is not None:
+        slots = r.slot_mapping[r.slot_mapping >= 0]
+        if slots.unique().numel() != slots.numel():
+            raise E.DuplicateWriteError("slot_mapping", "a slot twice", "distinct slots")
+        return
+    seen: dict[tuple[int, int], int] = {}
+    name = "cache_batch_idx" if r.cache_batch_idx is not None else "page_table"
+    for b, span in enumerate(r.spans):
+        if not span.active:
+            continue
+        for row in range(span.old, span.end):
+            place = (span.row, row)
+            if r.page_table is not None:
+                page = int(r.page_table[span.row, row // r.page_size])
+                place = (page, row % r.page_size)
+            if seen.setdefault(place, b) != b:
+                raise E.DuplicateWriteError(
+                    name, f"sequences {seen[place]} and {b} write one slot", "slots of their own"
+                )
