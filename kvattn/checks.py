@@ -349,9 +349,13 @@ def _out(raw: Any) -> None:
     shared = any(s == 0 and n > 1 for s, n in zip(out.stride(), out.shape, strict=True))
     if shared and out.numel():
         raise E.OutTensorError("out", f"strides {out.stride()}", "no zero stride")
+
+
+def own_memory(raw: Any) -> None:
+    """out shares no memory with any other tensor of the call."""
     for name in _TENSOR_NAMES:
-        other = getattr(raw, name)
-        if name != "out" and other is not None and overlap(out, other):
+        other = getattr(raw, name, None)
+        if name != "out" and other is not None and overlap(raw.out, other):
             raise E.OutTensorError("out", f"memory shared with {name}", "memory of its own")
 
 

@@ -92,10 +92,10 @@ def _compiled(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-@torch.compiler.disable(reason="score_mod, mask_mod and invalid calls of kvattn run eagerly")
 def _eager(call: Any, arguments: dict[str, Any]) -> Any:
     """Python callables cannot cross an op boundary: such a call is a graph break."""
-    return call(**arguments)
+    # As a decorator it would import torch._dynamo, which takes seconds, together with kvattn.
+    return torch.compiler.disable(call)(**arguments)
 
 
 def _flat(arguments: dict[str, Any]) -> tuple[Any, ...]:

@@ -142,7 +142,11 @@ def _rotary(raw: Any, count: int) -> None:
 
 def _descales(raw: Any, count: int) -> None:
     heads = raw.v_cache.shape[-2]
-    for name, cache in (("q_descale", None), ("k_descale", raw.k_cache), ("v_descale", raw.v_cache)):
+    for name, cache in (
+        ("q_descale", None),
+        ("k_descale", raw.k_cache),
+        ("v_descale", raw.v_cache),
+    ):
         scale = getattr(raw, name)
         if scale is None:
             continue
@@ -226,7 +230,9 @@ def _mods(raw: Any) -> None:
             raise E.ModCallableError(name, got, " or ".join(map(str, sizes)))
     if raw.aux_tensors is not None:
         if raw.score_mod is None and raw.mask_mod is None:
-            raise E.ModCallableError("aux_tensors", "no mod to read them", "a score_mod or mask_mod")
+            raise E.ModCallableError(
+                "aux_tensors", "no mod to read them", "a score_mod or mask_mod"
+            )
         for tensor in raw.aux_tensors:
             if not isinstance(tensor, Tensor):
                 raise E.NotATensorError("aux_tensors", type(tensor).__name__, "tensors")

@@ -80,7 +80,11 @@ def mx_layout(scale: Tensor, data: Tensor, tokens: bool = False) -> str | None:
     middle = tuple(scale.shape[2:-3])
     shapes = {blocks, tuple(n for n in blocks if n != 1), *((n,) for n in blocks if 1 in blocks)}
     fits = scale.shape[:2] == (count, heads) and scale.shape[-3:] == (32, 4, 4)
-    return "interleaved" if fits and middle in shapes and _product(middle) == _product(blocks) else None
+    return (
+        "interleaved"
+        if fits and middle in shapes and _product(middle) == _product(blocks)
+        else None
+    )
 
 
 def _product(numbers: tuple[int, ...]) -> int:

@@ -104,10 +104,19 @@ class Request:
 
         Raises one of the classes of `kvattn.errors` before anything is written.
         """
-        raw = SimpleNamespace(**{**_DEFAULTS, **given})
-        checks.normalise(raw)
-        checks.check(raw)
-        request = cls(**{name: getattr(raw, name) for name in _NAMES})
+        key = _key(given)
+        form = None if key is None else _forms.get(key)
+        if form is not None:
+            request = form.fill(given)
+        else:
+            raw = SimpleNamespace(**{**_DEFAULTS, **given})
+            checks.normalise(raw)
+            checks.check(raw)
+            request = cls(**{name: getattr(raw, name) for name in _NAMES})
+            if key is not None:
+                _remember(key, request, given)
+        if request.out is not None:
+            checks.own_memory(request)
         values.check(request)
         return request
 
@@ -182,6 +191,17 @@ class Request:
         return _spans(self)
 
     @cached_property
+    def pages(self) -> list[list[int]]:
+        """Page ids of every sequence up to its last used slot, from its page-table row."""
+        assert self.page_table is not None
+        size, table = self.page_size, self.page_table
+        used = [-(-span.end // size) if span.active else 0 for span in self.spans]
+        if table.numel() <= 4096:
+            rows = table.tolist()
+            return [rows[s.row][:n] for s, n in zip(self.spans, used, strict=True)]
+        return [table[s.row, :n].tolist() for s, n in zip(self.spans, used, strict=True)]
+
+    @cached_property
     def facts(self) -> Facts:
         return Facts.of(self)
 
@@ -209,6 +229,76 @@ _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Reque
     "deterministic": False,
     "min_seqlen_k": None,
 }
+
+
+class _Form(NamedTuple):
+    """A checked call without its tensors: calls of the same form need no structural checks."""
+
+    fixed: dict[str, Any]  # scalars, and whatever follows from shapes
+    tensors: tuple[tuple[str, str], ...]  # (field, name of the argument it comes from)
+
+    def fill(self, given: dict[str, Any]) -> Request:
+        request = object.__new__(Request)
+        own = request.__dict__
+        own.update(self.fixed)
+        for field, name in self.tensors:
+            own[field] = given[name]
+        own["pool"] = own["v_cache"]
+        return request
+
+
+_forms: dict[tuple[Any, ...], _Form] = {}
+_MAX_FORMS = 4096
+_PLAIN = frozenset((bool, int, float, str))
+_MEMBERS = _PLAIN | {type(None)}
+_BY_SHAPE = (
+    *("paged", "batch", "heads", "kv_heads", "page_size", "capacity", "out_dtype", "out_shape"),
+    *("lse_shape", "local", "facts"),
+)
+
+
+def _key(given: dict[str, Any]) -> tuple[Any, ...] | None:
+    """All that structural checks depend on, hashable; None where they depend on more."""
+    grad = torch.is_grad_enabled()
+    parts: list[Any] = [grad]
+    for name, value in given.items():
+        if value is None:
+            continue
+        kind = type(value)
+        if kind in _PLAIN:
+            parts += (name, kind, value)  # True == 1, but only one of them is a flag
+        elif isinstance(value, Tensor):
+            parts += (name, value.shape, value.stride(), value.dtype, value.device)
+            if grad:
+                parts.append(value.requires_grad)
+        elif kind is tuple and _MEMBERS.issuperset(map(type, value)):
+            parts += (name, *map(type, value), value)
+        else:
+            return None
+    return tuple(parts)
+
+
+_SOURCES = {"cache_seqlens": "seqused_k", "cu_seqlens_k_new": "cu_seqlens_q"}
+
+
+def _remember(key: tuple[Any, ...], r: Request, given: dict[str, Any]) -> None:
+    """Keeps the form of a checked call, if normalising passed its tensors on as they came."""
+    fixed = {name: getattr(r, name) for name in _NAMES}
+    tensors = []
+    for field, value in fixed.items():
+        if isinstance(value, Tensor):
+            # By name: one tensor may be given twice in this call and not in the next.
+            sources = [n for n in (field, _SOURCES.get(field)) if n and given.get(n) is value]
+            if not sources:
+                return
+            tensors.append((field, sources[0]))
+    for field, _ in tensors:
+        del fixed[field]
+    if r.attend:
+        fixed |= {name: getattr(r, name) for name in _BY_SHAPE}
+    if len(_forms) >= _MAX_FORMS:
+        _forms.clear()
+    _forms[key] = _Form(fixed, tuple(tensors))
 
 
 def _spans(r: Request) -> list[Span]:
@@ -306,7 +396,9 @@ class Facts:
         for name in _FACT_TENSORS:
             tensor = getattr(r, name)
             if tensor is not None:
-                given.append((name, TensorFacts(tuple(tensor.shape), tensor.dtype, tensor.stride())))
+                given.append(
+                    (name, TensorFacts(tuple(tensor.shape), tensor.dtype, tensor.stride()))
+                )
         return cls(
             device=r.pool.device.type,
             batch=r.batch,

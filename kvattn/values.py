@@ -47,66 +47,69 @@ def integers(tensor: Tensor | None) -> list[int]:
 
 def check(r: Request) -> None:
     """Raises on lengths, indices and positions that point outside the caller's tensors."""
-    device = r.pool.device
-    if device.type == "meta" or (device.type != "cpu" and not _checked.get()):
+    kind, strict = r.pool.device.type, _checked.get()
+    if kind == "meta" or (kind != "cpu" and not strict):
         return
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if kind == "cuda" and torch.cuda.is_current_stream_capturing():
         return
     _edges(r)
     _lengths(r)
     if r.cu_seqlens_k is None and not (r.slot_mapping is not None and not r.attend):
         _rows(r)
         if r.page_table is not None:
-            _pages(r, r.page_table)
+            _pages(r)
     if r.slot_mapping is not None:
         _slots(r, r.slot_mapping)
     if r.rotary_cos is not None:
         _positions(r, r.rotary_cos.shape[0])
-    _bounds(r)
+    if r.max_seqlen_q is not None or r.max_seqlen_k is not None:
+        _bounds(r)
     if r.gather_kv_indices is not None:
         _gathered(r, r.gather_kv_indices)
-    if _checked.get() and r.k is not None:
+    if strict and r.k is not None:
         _duplicates(r)
 
 
 def _edges(r: Request) -> None:
     """Cumulative lengths start at 0, never decrease, and end within their tensor."""
-    for name, tensor, kind in (
-        ("cu_seqlens_q", r.lead, E.CuSeqlensError),
-        ("cu_seqlens_k", r.pool, E.CuSeqlensError),
-        ("cu_seqlens_k_new", r.k, E.CuSeqlensNewError),
-    ):
-        edges = getattr(r, name)
-        if edges is None or tensor is None:
-            continue
-        numbers, total = edges.tolist(), tensor.shape[0]
-        ordered = all(a <= b for a, b in zip(numbers, numbers[1:], strict=False))
-        if numbers[0] != 0 or not ordered or numbers[-1] > total:
-            shown = numbers if len(numbers) <= 9 else [*numbers[:8], "..."]
-            raise kind(name, shown, f"0 first, never decreasing, at most {total} last")
+    if r.cu_seqlens_q is not None:
+        _ordered("cu_seqlens_q", r.cu_seqlens_q, r.lead, E.CuSeqlensError)
+    if r.cu_seqlens_k is not None:
+        _ordered("cu_seqlens_k", r.cu_seqlens_k, r.pool, E.CuSeqlensError)
+    if r.cu_seqlens_k_new is not None and r.k is not None:
+        _ordered("cu_seqlens_k_new", r.cu_seqlens_k_new, r.k, E.CuSeqlensNewError)
+
+
+def _ordered(name: str, edges: Tensor, tensor: Tensor, kind: type[E.KvattnError]) -> None:
+    numbers, total = edges.tolist(), tensor.shape[0]
+    ordered = all(a <= b for a, b in zip(numbers, numbers[1:], strict=False))
+    if numbers[0] != 0 or not ordered or numbers[-1] > total:
+        shown = numbers if len(numbers) <= 9 else [*numbers[:8], "..."]
+        raise kind(name, shown, f"0 first, never decreasing, at most {total} last")
 
 
 def _lengths(r: Request) -> None:
-    capacity, appending = r.capacity, r.k is not None
     if r.cache_seqlens is not None:
         name = "cache_seqlens" if r.cu_seqlens_k is None else "seqused_k"
-        edges = integers(r.cu_seqlens_k)
-        for b, (length, span) in enumerate(zip(integers(r.cache_seqlens), r.spans, strict=True)):
-            if length < -1:
-                raise E.NegativeLengthError(f"{name}[{b}]", length, ">= -1")
+        capacity, appending, edges = r.capacity, r.k is not None, integers(r.cu_seqlens_k)
+        for b, span in enumerate(r.spans):
             if span.active:
                 room = edges[b + 1] - edges[b] if edges else capacity
-                _length(name, b, span, room, appending)
+                if span.old < 0 or span.end > room:
+                    _length(name, b, span, room, appending)
+            else:
+                length = span.end if r.slot_mapping is not None else span.old
+                if length < -1:
+                    raise E.NegativeLengthError(f"{name}[{b}]", length, ">= -1")
     if r.seqused_q is not None:
         _used_queries(r)
     if r.cache_leftpad is not None:
         for b, span in enumerate(r.spans):
+            limit = span.end if r.slot_mapping is not None else span.old
             if span.start < 0:
                 raise E.NegativeLeftpadError(f"cache_leftpad[{b}]", span.start, ">= 0")
-            if span.active and span.start > span.old and r.slot_mapping is None:
-                raise E.LeftpadOverLengthError(f"cache_leftpad[{b}]", span.start, f"<= {span.old}")
-            if span.active and span.start > span.end:
-                raise E.LeftpadOverLengthError(f"cache_leftpad[{b}]", span.start, f"<= {span.end}")
+            if span.active and span.start > limit:
+                raise E.LeftpadOverLengthError(f"cache_leftpad[{b}]", span.start, f"<= {limit}")
 
 
 def _length(name: str, b: int, span: Span, room: int, appending: bool) -> None:
@@ -140,25 +143,14 @@ def _rows(r: Request) -> None:
                 raise E.BatchIndexRangeError(f"cache_batch_idx[{b}]", row, f"0 to {rows - 1}")
 
 
-def _pages(r: Request, table: Tensor) -> None:
+def _pages(r: Request) -> None:
     """Every page id within a used length names a page of the pool."""
-    pages = r.pool.shape[0]
-    if table.numel() == 0:
-        return
-    low, high = torch.aminmax(table)
-    if low >= 0 and high < pages:
-        return
-    size = r.page_size
-    for b, span in enumerate(r.spans):
-        if not span.active:
-            continue
-        used = table[span.row, span.start // size : -(-span.end // size)]
-        if used.numel() == 0:
-            continue
-        low, high = (int(x) for x in torch.aminmax(used))
-        if low < 0 or high >= pages:
-            bad = low if low < 0 else high
-            raise E.PageOutOfRangeError(f"page_table[{span.row}]", bad, f"0 to {pages - 1}")
+    count, size = r.pool.shape[0], r.page_size
+    for span, ids in zip(r.spans, r.pages, strict=True):
+        used = ids if span.start == 0 else ids[span.start // size :]
+        if used and not (min(used) >= 0 and max(used) < count):
+            bad = next(page for page in used if not 0 <= page < count)
+            raise E.PageOutOfRangeError(f"page_table[{span.row}]", bad, f"0 to {count - 1}")
 
 
 def _slots(r: Request, slots: Tensor) -> None:

@@ -79,8 +79,11 @@ def run(r: Request, plan: Plan) -> tuple[Tensor, Tensor] | None:
     if not r.attend:
         return None
     assert q is not None
-    out, lse = r.outputs()
     work = _Work(r, q)
+    if r.batch == 1 and r.out is None and r.cu_seqlens_q is None and r.seqused_q is None:
+        part = work.sequence(0, r.spans[0])
+        return part.out[None].to(r.out_dtype), part.lse[None]
+    out, lse = r.outputs()
     if work.uniform():
         part = work.batch()
         out[:, 0] = part.out
@@ -91,10 +94,13 @@ def run(r: Request, plan: Plan) -> tuple[Tensor, Tensor] | None:
             continue
         part = work.sequence(b, span)
         if r.cu_seqlens_q is None:
-            out[b, : span.q_len], lse[b, :, : span.q_len] = part
+            rows, columns = out[b, : span.q_len], lse[b, :, : span.q_len]
         else:
-            rows = slice(span.q_start, span.q_start + span.q_len)
-            out[rows], lse[:, rows] = part
+            rows = out.narrow(0, span.q_start, span.q_len)
+            columns = lse.narrow(1, span.q_start, span.q_len)
+        rows.copy_(part.out)
+        if r.return_lse:
+            columns.copy_(part.lse)
     return out, lse
 
 
@@ -143,8 +149,11 @@ class _Work:
     def sequence(self, b: int, span: Span) -> Part:
         """One sequence: out and lse of all its rows."""
         r = self.r
-        first = span.q_start
-        q = self.q[b, : span.q_len] if r.cu_seqlens_q is None else self.q[first:][: span.q_len]
+        if r.cu_seqlens_q is not None:
+            q = self.q.narrow(0, span.q_start, span.q_len)
+        else:
+            q = self.q.select(0, b)
+            q = q if q.shape[0] == span.q_len else q.narrow(0, 0, span.q_len)
         if not span.active:
             return self._empty(q)
         rows = range(span.q_len)
@@ -187,7 +196,7 @@ class _Work:
     def _few(self, b: int, span: Span, q: Tensor, low: int, high: int, biased: bool) -> Part:
         """Few rows: those of a group form one tile per kv head, and keys come in pieces."""
         rows, hk, g = q.shape[0], self.kv_heads, self.group
-        tile = q.unflatten(1, (hk, g)).permute(1, 2, 0, 3).flatten(1, 2)[None]  # [1, Hk, g*rows, D]
+        tile = self._tile(q)
         bias = None
         if biased:
             bias = self._bias(b, span, range(rows), low, high).expand(hk, g, -1, -1).flatten(1, 2)
@@ -195,13 +204,21 @@ class _Work:
         for k, v, first, last in self.keys.pieces(b, span, low, high):
             mask = None if bias is None else bias[None, :, :, first - low : last - low]
             out, lse = _call(tile, k, v, self.r.softmax_scale, mask)
-            outs.append(out[0])
-            lses.append(lse[0])
-        out, lse = _merge(outs, lses)  # [Hk, g*rows, D], [Hk, g*rows]
+            outs.append(out)
+            lses.append(lse)
+        out, lse = _merge(outs, lses)  # [1, Hk, g*rows, D], [1, Hk, g*rows]
         if rows == 1:
-            return Part(out.flatten(0, 1)[None], lse.flatten()[:, None])
-        out = out.unflatten(1, (g, rows)).permute(2, 0, 1, 3).flatten(1, 2)
-        return Part(out, lse.unflatten(1, (g, rows)).flatten(0, 1))
+            return Part(out.reshape(1, hk * g, -1), lse.reshape(hk * g, 1))
+        out = out[0].unflatten(1, (g, rows)).permute(2, 0, 1, 3).flatten(1, 2)
+        return Part(out, lse[0].unflatten(1, (g, rows)).flatten(0, 1))
+
+    def _tile(self, q: Tensor) -> Tensor:
+        """Query rows [rows, H, D] with those of a group side by side: [1, Hk, g*rows, D]."""
+        rows, heads, dim = q.shape
+        hk, g = self.kv_heads, self.group
+        if rows == 1:
+            return q.reshape(1, hk, g, dim)
+        return q.unflatten(1, (hk, g)).permute(1, 2, 0, 3).reshape(1, hk, g * rows, dim)
 
     def _wide(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
@@ -263,7 +280,9 @@ class _Work:
             hidden |= torch.div(p, chunk, rounding_mode="floor") != j // chunk
         bias = torch.zeros(hidden.shape, dtype=self.dtype)[None, None]
         if r.alibi_slopes is not None:
-            slopes = r.alibi_slopes.expand(r.batch, r.heads)[b].view(self.kv_heads, self.group, 1, 1)
+            slopes = r.alibi_slopes.expand(r.batch, r.heads)[b].view(
+                self.kv_heads, self.group, 1, 1
+            )
             bias = -(slopes * (p - j).abs()).to(self.dtype)
         return bias.masked_fill(hidden, -math.inf)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from kvattn import quant
 from kvattn.backends import reference
 from kvattn.request import Request
-from kvattn.rotary import rotate
+from kvattn.rotary import turn
 
 
 def append(r: Request) -> Tensor | None:
@@ -34,51 +34,66 @@ def _plain(r: Request) -> bool:
 def _padded(r: Request) -> Tensor | None:
     assert r.k is not None and r.v is not None and r.k_cache is not None and r.v_cache is not None
     k, q = r.k, r.q
-    if r.rotary_cos is not None and k.shape[0]:
+    if k.shape[0] == 0 or k.shape[1] == 0:
+        return _rotated_query(r)
+    if r.rotary_cos is not None:
         q, k = _rotate_both(r, k)
+    index = _slots(r, k.shape[1])
     for tokens, cache in ((k, r.k_cache), (r.v, r.v_cache)):
-        cache, tokens = (
-            (x.view(torch.uint8) if x.dtype in quant.FP8 else x) for x in (cache, tokens)
-        )
-        for b, span in enumerate(r.spans):
-            _store(r, tokens[b], cache, span.row, span.old)
+        if cache.dtype in quant.FP8:  # indexed writes of FP8 are not implemented on the CPU
+            tokens, cache = tokens.view(torch.uint8), cache.view(torch.uint8)
+        if cache.stride(0) == cache.shape[1] * cache.stride(1):
+            cache.flatten(0, 1).index_copy_(0, index, tokens.flatten(0, 1))
+        else:
+            cache[index // r.page_size, index % r.page_size] = tokens.flatten(0, 1)
     return q
 
 
-def _store(r: Request, tokens: Tensor, cache: Tensor, row: int, first: int) -> None:
-    """Writes tokens [Sn, Hk, D] to absolute rows first.. of one sequence."""
-    count = tokens.shape[0]
-    if r.page_table is None:
-        cache[row, first : first + count] = tokens
-        return
-    size, done = r.page_size, 0
-    pages = r.page_table[row, first // size : -(-(first + count) // size)].tolist()
-    for page in pages:
-        offset = (first + done) % size
-        some = min(size - offset, count - done)
-        cache[page, offset : offset + some] = tokens[done : done + some]
-        done += some
+def _slots(r: Request, count: int) -> Tensor:
+    """The slot, row * size + offset, of every new token of a padded batch."""
+    size = r.page_size
+    slots: list[int] = []
+    for b, span in enumerate(r.spans):
+        first, last = span.old, span.old + count
+        if r.page_table is None:
+            slots += range(span.row * size + first, span.row * size + last)
+            continue
+        pages = r.pages[b]
+        while first < last:
+            offset = first % size
+            some = min(size - offset, last - first)
+            start = pages[first // size] * size + offset
+            slots += range(start, start + some)
+            first += some
+    return torch.tensor(slots)
 
 
 def _rotate_both(r: Request, k: Tensor) -> tuple[Tensor | None, Tensor]:
     """q and k rotated; in one pass where every query stands at the place of its key."""
     assert r.rotary_cos is not None and r.rotary_sin is not None
-    bases = r.rotary_seqlens.tolist() if r.rotary_seqlens is not None else None
-    base = torch.tensor(bases or [span.old for span in r.spans])[:, None]
-    positions = base + torch.arange(k.shape[1])
+    bases = [span.old for span in r.spans]
+    if r.rotary_seqlens is not None:
+        bases = r.rotary_seqlens.tolist()
+    steps, first = k.shape[1], bases[0]
+    if bases.count(first) == len(bases):
+        cos, sin = (t.narrow(0, first, steps)[:, None] for t in (r.rotary_cos, r.rotary_sin))
+    else:
+        at = torch.tensor([base + t for base in bases for t in range(steps)])
+        shape = (len(bases), steps, 1, -1)
+        cos, sin = (t.index_select(0, at).view(shape) for t in (r.rotary_cos, r.rotary_sin))
     q = r.q
     together = (
         q is not None
         and r.cu_seqlens_q is None
-        and q.shape[1] == k.shape[1]
+        and q.shape[1] == steps
         and q.dtype == k.dtype
-        and (r.local or q.shape[1] == 1)
+        and (r.local or steps == 1)
     )
-    tables = (r.rotary_cos, r.rotary_sin)
     if not together or q is None:
-        return _rotated_query(r), rotate(k, *tables, positions, r.rotary_interleaved)
-    both = rotate(torch.cat((q, k), 2), *tables, positions, r.rotary_interleaved)
-    return both[:, :, : q.shape[2]], both[:, :, q.shape[2] :]
+        return _rotated_query(r), turn(k, cos, sin, r.rotary_interleaved)
+    both = turn(torch.cat((q, k), 2), cos, sin, r.rotary_interleaved)
+    heads = q.shape[2]
+    return both.narrow(2, 0, heads), both.narrow(2, heads, k.shape[2])
 
 
 def _rotated_query(r: Request) -> Tensor | None:

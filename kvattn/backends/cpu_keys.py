@@ -23,7 +23,7 @@ class Keys:
         self.k_by_token = r.k_descale is not None and quant.per_token(r.k_descale, self.k)
         self.v_by_token = r.v_descale is not None and quant.per_token(r.v_descale, self.v)
         self.dense = r.page_table is None and r.cu_seqlens_k is None
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[int, Tensor] = {}
         bytes_per_token = self.k.shape[-2] * self.k.shape[-1] * dtype.itemsize
         piece = max(1, _PIECE_BYTES // max(1, bytes_per_token))
         if r.page_table is not None:
@@ -58,71 +58,65 @@ class Keys:
     def _load(
         self, b: int, span: Span, first: int, last: int, reuse: bool
     ) -> tuple[Tensor, Tensor]:
-        r = self.r
-        pages = None
+        """Absolute rows first..last of one sequence as [1, Hk, n, D] in the compute dtype."""
+        r, pages, slot = self.r, None, None
         if r.page_table is not None:
-            pages = r.page_table[span.row, first // r.page_size : -(-last // r.page_size)]
-        k = self._part("k", self.k, b, span, first, last, pages, reuse)
-        v = self._part("v", self.v, b, span, first, last, pages, reuse)
+            pages = r.pages[b][first // r.page_size : -(-last // r.page_size)]
+            start = pages[0]
+            if pages == list(range(start, start + len(pages))):
+                slot = start * r.page_size + first % r.page_size
+        elif r.cu_seqlens_k is not None:
+            slot = int(r.cu_seqlens_k[b]) + first
+        parts = []
+        for cache in (self.k, self.v):
+            if pages is not None and (slot is None or not _flat(cache, len(pages))):
+                offset = first % r.page_size
+                rows = self._gather(cache, pages, reuse)[offset : offset + last - first]
+                part = rows.transpose(0, 1)[None]
+            else:
+                part = self._view(cache, slot, span.row, first, last - first)
+            parts.append(part if part.dtype == self.dtype else part.to(self.dtype))
+        k, v = parts
         if self.k_by_token:
             assert r.k_descale is not None
             k = k * self._scale(r.k_descale, span, first, last, pages)
         if self.v_by_token:
             assert r.v_descale is not None
             v = v * self._scale(r.v_descale, span, first, last, pages)
-        return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+        return k, v
 
-    def _part(
-        self,
-        name: str,
-        cache: Tensor,
-        b: int,
-        span: Span,
-        first: int,
-        last: int,
-        pages: Tensor | None,
-        reuse: bool,
-    ) -> Tensor:
-        """Absolute rows first..last of one sequence, [n, Hk, D] in the compute dtype."""
-        if pages is not None:
-            offset = first % self.r.page_size
-            rows = self._paged(name, cache, pages, reuse)[offset : offset + last - first]
-        elif self.r.cu_seqlens_k is not None:
-            start = int(self.r.cu_seqlens_k[b])
-            rows = cache[start + first : start + last]
-        else:
-            rows = cache[span.row, first:last]
-        return rows if rows.dtype == self.dtype else rows.to(self.dtype)
+    def _view(self, cache: Tensor, slot: int | None, row: int, first: int, count: int) -> Tensor:
+        """Rows that lie at one stride, in place: `count` of them from a slot, or of a row."""
+        *lead, token, head, unit = cache.stride()
+        start = slot * token if slot is not None else row * lead[0] + first * token
+        shape = (1, cache.shape[-2], count, cache.shape[-1])
+        return cache.as_strided(shape, (0, head, token, unit), cache.storage_offset() + start)
 
-    def _paged(self, name: str, cache: Tensor, pages: Tensor, reuse: bool) -> Tensor:
-        """Whole pages as rows [n * P, Hk, D]: a view of neighbouring pages, else a gather."""
-        count, size = pages.shape[0], cache.shape[1]
-        start = _consecutive(pages)
-        if start is not None and (count == 1 or cache.stride(0) == size * cache.stride(1)):
-            return cache[start : start + count].flatten(0, 1)
+    def _gather(self, cache: Tensor, pages: list[int], reuse: bool) -> Tensor:
+        """Copies whole pages to rows [n * P, Hk, D]; with `reuse`, valid until the next piece."""
+        index = torch.tensor(pages)
         if cache.dtype in quant.FP8:  # gathering FP8 is not implemented on the CPU
-            return cache.view(torch.uint8).index_select(0, pages).view(cache.dtype).flatten(0, 1)
+            return cache.view(torch.uint8).index_select(0, index).view(cache.dtype).flatten(0, 1)
         if not reuse:
-            return cache.index_select(0, pages).flatten(0, 1)
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.shape[0] < count:
-            buffer = self._buffers[name] = cache.new_empty((count, *cache.shape[1:]))
-        torch.index_select(cache, 0, pages, out=buffer[:count])
-        return buffer[:count].flatten(0, 1)
+            return cache.index_select(0, index).flatten(0, 1)
+        buffer = self._buffers.get(id(cache))
+        if buffer is None or buffer.shape[0] < len(pages):
+            buffer = self._buffers[id(cache)] = cache.new_empty((len(pages), *cache.shape[1:]))
+        torch.index_select(cache, 0, index, out=buffer[: len(pages)])
+        return buffer[: len(pages)].flatten(0, 1)
 
     def _scale(
-        self, scale: Tensor, span: Span, first: int, last: int, pages: Tensor | None
+        self, scale: Tensor, span: Span, first: int, last: int, pages: list[int] | None
     ) -> Tensor:
-        """Scales per token and head of absolute rows first..last, [n, Hk, 1]."""
+        """Scales per token and head of absolute rows first..last, [1, Hk, n, 1]."""
         if pages is None:
             rows = scale[span.row, first:last]
         else:
             offset = first % self.r.page_size
-            rows = scale[pages.long()].flatten(0, 1)[offset : offset + last - first]
-        return rows[..., None].to(self.dtype)
+            rows = scale[torch.tensor(pages)].flatten(0, 1)[offset : offset + last - first]
+        return rows.transpose(0, 1)[None, ..., None].to(self.dtype)
 
 
-def _consecutive(pages: Tensor) -> int | None:
-    """The first page id if the pages lie next to each other in memory order."""
-    ids = pages.tolist()
-    return ids[0] if ids == list(range(ids[0], ids[0] + len(ids))) else None
+def _flat(cache: Tensor, pages: int) -> bool:
+    """Whether the slots of neighbouring pages lie at one stride."""
+    return pages == 1 or cache.stride(0) == cache.shape[1] * cache.stride(1)

@@ -373,7 +373,13 @@ class SeqlenInfo(NamedTuple):
 
 
 def _mod(
-    r: Request, mod: Callable[..., Tensor], b: int, span: Span, rows: Tensor, keys: int, score: Tensor | None = None
+    r: Request,
+    mod: Callable[..., Tensor],
+    b: int,
+    span: Span,
+    rows: Tensor,
+    keys: int,
+    score: Tensor | None = None,
 ) -> Tensor:
     """Calls a score_mod or mask_mod on broadcastable indices; the result is [H, rows, keys]."""
     device = rows.device
