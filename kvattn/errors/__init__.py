@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvattn.errors import kinds, option_kinds
 from kvattn.errors.base import (
     ArgumentIndexError,
     ArgumentTypeError,
@@ -10,8 +9,11 @@ from kvattn.errors.base import (
     KvattnError,
     RefusedError,
 )
+from kvattn.errors.cache_kinds import *  # noqa: F403
 from kvattn.errors.kinds import *  # noqa: F403
+from kvattn.errors.model_kinds import *  # noqa: F403
 from kvattn.errors.option_kinds import *  # noqa: F403
+from kvattn.errors.transformers_kinds import *  # noqa: F403
 
 __all__ = [
     "ArgumentIndexError",
@@ -19,6 +21,4 @@ __all__ = [
     "ArgumentValueError",
     "KvattnError",
     "RefusedError",
-    "kinds",
-    "option_kinds",
 ]

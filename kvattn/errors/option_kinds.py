@@ -169,6 +169,14 @@ class ModCallableError(ArgumentTypeError):
     fix = "score_mod takes 5, 7 or 8 arguments, mask_mod 4, 6 or 7; aux_tensors go with either"
 
 
+class ModResultError(ArgumentValueError):
+    """A score_mod or mask_mod failed on the call's indices, or its result does not fit them."""
+
+    code = "KV185"
+    problem = "a score_mod or mask_mod must take every index and give one value for each"
+    fix = "index captured tensors with q_idx and kv_idx only, and size them by the call's lengths"
+
+
 class BlockSparseError(ArgumentValueError):
     """block_sparse_tensors or gather_kv_indices has the wrong dtype, device or shape."""
 

@@ -1,0 +1,103 @@
+"""The memory of a paged cache: pages for every layer, and their scales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvattn.errors.cache_kinds import CacheDescaleError, CacheStorageDtypeError
+
+_FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_BYTE_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+
+Scale = float | Tensor | None
+
+
+class PageStorage:
+    """The pages of every layer, and the scales that stored numbers are multiplied by.
+
+    Attributes:
+        k: per layer, shape (num_pages, page_size, Hk, D).
+        v: per layer, shape (num_pages, page_size, Hk, Dv).
+        k_descale: per layer, None, float32 of shape (1, Hk), or (num_pages, page_size, Hk).
+        v_descale: the same for values.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        slots: tuple[int, int, int],
+        dims: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        descales: tuple[Scale, Scale] = (None, None),
+        token_descale: bool = False,
+    ) -> None:
+        _check_dtype(dtype, descales, token_descale)
+        self._layers, self._heads, self._device = layers, slots[2], device
+        self._pools: list[Tensor] = []  # all memory, pages in dimension 1
+        self.k: list[Tensor]
+        self.v: list[Tensor]
+        self.k_descale: Sequence[Tensor | None]
+        self.v_descale: Sequence[Tensor | None]
+        if dims[0] == dims[1]:
+            self.k, self.v = self._paired((*slots, dims[0]), dtype)
+        else:
+            self.k, self.v = (self._single((*slots, dim), dtype) for dim in dims)
+        if token_descale:
+            self.k_descale, self.v_descale = self._paired(slots, torch.float32)
+            self._pools[-1].fill_(1.0)
+        else:
+            self.k_descale = self._static_scales("k_descale", descales[0])
+            self.v_descale = self._static_scales("v_descale", descales[1])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(pool.nbytes for pool in self._pools)
+
+    def copy_pages(self, originals: Sequence[int], copies: Sequence[int]) -> None:
+        """Copies whole pages, all layers and scales, in as few kernels as there are buffers."""
+        source, target = torch.tensor([originals, copies], device=self._device)
+        for pool in self._pools:
+            raw = pool.view(torch.uint8) if pool.itemsize == 1 else pool  # FP8 has no index_copy_
+            raw.index_copy_(1, target, raw.index_select(1, source))
+
+    def _single(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+        pool = torch.empty((self._layers, *shape), dtype=dtype, device=self._device)
+        self._pools.append(pool)
+        return [pool[layer] for layer in range(self._layers)]
+
+    def _paired(
+        self, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """One buffer for keys and values, those of a layer side by side."""
+        pool = torch.empty((self._layers, 2, *shape), dtype=dtype, device=self._device)
+        self._pools.append(pool.flatten(0, 1))
+        layers = range(self._layers)
+        return [pool[layer, 0] for layer in layers], [pool[layer, 1] for layer in layers]
+
+    def _static_scales(self, name: str, scale: Scale) -> list[Tensor | None]:
+        if scale is None:
+            return [None] * self._layers
+        shape = (self._layers, self._heads)
+        allowed = f"a float, or a tensor of shape {shape[1:]} or {shape}"
+        if isinstance(scale, bool) or not isinstance(scale, int | float | Tensor):
+            raise CacheDescaleError(name, repr(scale), allowed)
+        scales = torch.as_tensor(scale, dtype=torch.float32, device=self._device)
+        if scales.shape not in ((), (1,), shape[1:], shape):
+            raise CacheDescaleError(name, f"shape {tuple(scales.shape)}", allowed)
+        if not bool(((scales > 0) & scales.isfinite()).all()):
+            raise CacheDescaleError(name, scale, "positive finite numbers")
+        return [row[None] for row in scales.expand(shape).contiguous()]
+
+
+def _check_dtype(dtype: torch.dtype, descales: tuple[Scale, Scale], token_descale: bool) -> None:
+    if dtype not in _FLOAT_DTYPES + _BYTE_DTYPES:
+        names = ", ".join(str(allowed) for allowed in _FLOAT_DTYPES + _BYTE_DTYPES)
+        raise CacheStorageDtypeError("dtype", dtype, names)
+    if token_descale and dtype not in _BYTE_DTYPES:
+        raise CacheDescaleError("token_descale", f"True with {dtype}", "an 8-bit dtype")
+    if token_descale and any(scale is not None for scale in descales):
+        raise CacheDescaleError("token_descale", "True with k_descale or v_descale", "one of them")
