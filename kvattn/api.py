@@ -284,7 +284,7 @@ def flash_attn_varlen_func(
         torch.Size([8, 4, 16])
     """
     _own_metadata(scheduler_metadata)
-    result = ops.attend(
+    result = _attend_varlen(
         q=q,
         k_cache=k,
         v_cache=v,
@@ -329,6 +329,17 @@ def flash_attn_varlen_func(
         dropout_p=dropout_p,
     )
     return result if return_attn_probs or return_lse or return_softmax_lse else result[0]
+
+
+_VARLEN_NAMES = {"k_cache": "k", "v_cache": "v", "cache_seqlens": "seqused_k"}
+
+
+def _attend_varlen(**arguments: Any) -> tuple[Tensor, Tensor]:
+    """Errors name k, v and seqused_k as the caller did."""
+    try:
+        return ops.attend(**arguments)
+    except E.KvattnError as error:
+        raise error.renamed(_VARLEN_NAMES) from None
 
 
 def flash_attn_func(

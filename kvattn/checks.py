@@ -108,6 +108,8 @@ def _tensors(raw: Any) -> None:
 
 def _query(raw: Any) -> None:
     if not raw.attend:
+        if raw.k is None:
+            raise E.NotATensorError("k", "None", "a tensor")
         return
     if raw.q is None and not raw.only_qv:
         raise E.NotATensorError("q", "None", "a tensor (q may be None only with only_qv)")
@@ -232,9 +234,11 @@ def _expand_lengths(raw: Any, count: int) -> None:
         if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
             raise TypeError
         length = operator.index(value)
+        if abs(length) >= 1 << 31:
+            raise TypeError
     except TypeError:
         raise E.LengthsScalarError(
-            "cache_seqlens", f"{type(value).__name__} {value!r}", "an int or an int32 tensor"
+            "cache_seqlens", f"{type(value).__name__} {value!r}", "a 32-bit int or an int32 tensor"
         ) from None
     raw.cache_seqlens = torch.full((count,), length, dtype=INT32, device=raw.v_cache.device)
 
@@ -286,14 +290,17 @@ def _new_tokens(raw: Any, count: int) -> None:
         raise E.TwoKeyLayoutsError("k", "new tokens with packed keys", "a dense or paged cache")
     if raw.cache_seqlens is None and not _by_slot(raw):
         raise E.AppendWithoutLengthsError("cache_seqlens", "None together with k", "the lengths")
+    if raw.k_cache is None:
+        raise E.KeyCacheMissingError("k_cache", "None together with k", "a tensor to append to")
     _new_shapes(raw, count)
     for name, cache in (("k", raw.k_cache), ("v", raw.v_cache)):
         new = getattr(raw, name)
         if not _storable(new.dtype, cache.dtype):
             raise E.NewTokenDtypeError(name, str(new.dtype), f"{cache.dtype} or a wider float")
-        shared = any(s == 0 and n > 1 for s, n in zip(cache.stride(), cache.shape, strict=True))
-        if shared and cache.numel():
-            raise E.CacheExpandedError(f"{name}_cache", f"strides {cache.stride()}", "no zero")
+        for shown, written in _written(raw, name, cache, new.dtype):
+            pairs = zip(written.stride(), written.shape, strict=True)
+            if written.numel() and any(s == 0 and n > 1 for s, n in pairs):
+                raise E.CacheExpandedError(shown, f"strides {written.stride()}", "no zero")
     if raw.slot_mapping is not None:
         tokens = k.shape[0] if k.dim() == 3 else k.shape[0] * k.shape[1]
         slots = raw.slot_mapping
@@ -301,6 +308,18 @@ def _new_tokens(raw: Any, count: int) -> None:
             got = f"{slots.dtype}, {shape(slots)}"
             raise E.SlotMappingError("slot_mapping", got, f"int64 with {tokens} slots")
         raw.slot_mapping = slots.reshape(-1)
+
+
+def _written(raw: Any, name: str, cache: Tensor, new: torch.dtype) -> list[tuple[str, Tensor]]:
+    """The tensors that an append of k or v writes to: the cache, and scales of its tokens."""
+    written = [(f"{name}_cache", cache)]
+    scale, mx = getattr(raw, f"{name}_descale"), getattr(raw, f"sf{name}")
+    if new != cache.dtype:
+        if isinstance(scale, Tensor) and quant.per_token(scale, cache):
+            written.append((f"{name}_descale", scale))
+        if mx is not None:
+            written.append((f"sf{name}", mx))
+    return written
 
 
 def _new_shapes(raw: Any, count: int) -> None:

@@ -80,4 +80,10 @@ def explain(*args: Any, device: str | None = None, **kwargs: Any) -> Explanation
     return Explanation(backends.plan_for(facts), facts, tuple(verdicts))
 
 
-explain.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
+explain.__signature__ = _SIGNATURE.replace(  # type: ignore[attr-defined]
+    parameters=[
+        *_SIGNATURE.parameters.values(),
+        inspect.Parameter("device", inspect.Parameter.KEYWORD_ONLY, default=None),
+    ],
+    return_annotation=Explanation,
+)

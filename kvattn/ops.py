@@ -61,7 +61,7 @@ def append(**arguments: Any) -> None:
 
 
 def _crosses(arguments: dict[str, Any]) -> bool:
-    """Whether an op's schema can carry the call; what it cannot, the eager call takes or refuses."""
+    """Whether an op's schema can carry the call; the rest, the eager call takes or refuses."""
     if any(arguments.get(name) is not None for name in _EAGER):
         return False
     if not isinstance(arguments.get("rel_bias_prep_cache"), (dict, NoneType)):

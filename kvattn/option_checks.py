@@ -17,6 +17,7 @@ FLAGS = (
     *("causal", "rotary_interleaved", "only_qv", "return_lse", "batch_invariant", "deterministic"),
 )  # fmt: skip
 BIAS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FAR = 1 << 30  # beyond every position, and safe to add to one in 32 bits
 _SIZES = {"score_mod": (5, 7, 8), "mask_mod": (4, 6, 7)}
 
 
@@ -39,17 +40,19 @@ def normalise(raw: Any) -> None:
     for name in FLAGS:
         flag = getattr(raw, name)
         if flag is not True and flag is not False:
-            raise E.FlagError(name, repr(flag), "True or False")
+            shown = "return_softmax_lse" if name == "return_lse" else name
+            raise E.FlagError(shown, repr(flag), "True or False")
     if raw.dropout_p != 0.0:
         raise E.DropoutError("dropout_p", raw.dropout_p, "0.0")
     raw.window = _window(raw.window_size, raw.causal)
-    raw.attention_chunk = _integer(raw.attention_chunk, "attention_chunk", E.AttentionChunkError)
+    chunk = _integer(raw.attention_chunk, "attention_chunk", E.AttentionChunkError)
+    raw.attention_chunk = min(chunk, _FAR)
     raw.num_splits = _integer(raw.num_splits, "num_splits", E.NumSplitsError)
     raw.sm_margin = _integer(raw.sm_margin, "sm_margin", E.SmMarginError)
     raw.softcap = _number(0.0 if raw.softcap is None else raw.softcap, "softcap", E.SoftcapError)
     if raw.softcap < 0:
         raise E.SoftcapError("softcap", raw.softcap, "0 (off) or a positive number")
-    if raw.pack_gqa not in (None, True, False):
+    if not any(raw.pack_gqa is flag for flag in (None, True, False)):
         raise E.FlagError("pack_gqa", repr(raw.pack_gqa), "None, True or False")
     for name in ("q_descale", "k_descale", "v_descale"):
         scale = getattr(raw, name)
@@ -77,7 +80,7 @@ def _window(window: Any, causal: bool) -> tuple[int | None, int | None]:
             raise E.WindowSizeError("window_size", repr(window), allowed) from None
         if isinstance(side, bool) or bound < -1:
             raise E.WindowSizeError("window_size", repr(window), allowed)
-        sides.append(None if bound == -1 else bound)
+        sides.append(None if bound == -1 else min(bound, _FAR))
     return sides[0], 0 if causal else sides[1]
 
 
@@ -105,6 +108,7 @@ def _number(value: Any, name: str, kind: type[E.KvattnError]) -> float:
 
 def check(raw: Any, count: int) -> None:
     """Shapes and dtypes of everything that is optional; fills in the default softmax scale."""
+    _margin(raw)
     _rotary(raw, count)
     _descales(raw, count)
     if raw.sfq is not None or raw.sfk is not None or raw.sfv is not None:
@@ -115,6 +119,15 @@ def check(raw: Any, count: int) -> None:
     _biases(raw, count)
     _mods(raw)
     _sparse(raw, count)
+
+
+def _margin(raw: Any) -> None:
+    """sm_margin leaves at least one multiprocessor of the device."""
+    device = raw.v_cache.device
+    if raw.sm_margin and device.type == "cuda" and torch.cuda.is_available():
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        if raw.sm_margin >= processors:
+            raise E.SmMarginError("sm_margin", raw.sm_margin, f"0 to {processors - 1}")
 
 
 def _rotary(raw: Any, count: int) -> None:
@@ -128,6 +141,9 @@ def _rotary(raw: Any, count: int) -> None:
         raise E.RotaryIncompleteError(missing, "None", "both tables or neither")
     if raw.k is None:
         raise E.RotaryWithoutNewKeysError("rotary_cos", "no k", "k and v to append")
+    if raw.cache_seqlens is None and base is None:  # an append by slots alone
+        allowed = "cache_seqlens or rotary_seqlens: the positions of the new tokens"
+        raise E.AppendWithoutLengthsError("cache_seqlens", "None with rotary tables", allowed)
     dim = raw.k_cache.shape[-1]
     if cos.dim() != 2 or cos.shape != sin.shape or not 0 < 2 * cos.shape[1] <= dim:
         got = f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)}"
@@ -233,6 +249,9 @@ def _mods(raw: Any) -> None:
             raise E.ModCallableError(
                 "aux_tensors", "no mod to read them", "a score_mod or mask_mod"
             )
+        if not any(mod and mod_arity(mod) >= 6 for mod in (raw.score_mod, raw.mask_mod)):
+            got = "mods that take five arguments or fewer"
+            raise E.ModCallableError("aux_tensors", got, "a mod that is handed them")
         for tensor in raw.aux_tensors:
             if not isinstance(tensor, Tensor):
                 raise E.NotATensorError("aux_tensors", type(tensor).__name__, "tensors")
@@ -255,29 +274,38 @@ def _sparse(raw: Any, count: int) -> None:
         rows = tuple(lead.shape[:-2])
         if gather.dtype != torch.int32 or gather.shape[:-1] != rows:
             raise E.BlockSparseError("gather_kv_indices", _seen(gather), f"int32 of {rows} and K")
-    sparse = raw.block_sparse_tensors
-    if sparse is None:
-        return
-    try:
-        fields = {name: getattr(sparse, name, None) for name in BlockSparse._fields}
-        fields["block_size"] = tuple(fields["block_size"] or (128, 128))
-        block = BlockSparse(**fields)
-    except (TypeError, ValueError):
-        raise E.BlockSparseError(
-            "block_sparse_tensors", type(sparse).__name__, "kvattn.BlockSparse or its likeness"
-        ) from None
+    if raw.block_sparse_tensors is not None:
+        raw.block_sparse = _blocks(raw.block_sparse_tensors, lead, count)
+
+
+def _blocks(given: Any, lead: Tensor, count: int) -> BlockSparse:
+    """A `BlockSparse` or its likeness, field by field."""
+    fields = {name: getattr(given, name, None) for name in BlockSparse._fields}
+    sizes = fields["block_size"] = fields["block_size"] or (128, 128)
+    fits = isinstance(sizes, (tuple, list)) and len(sizes) == 2
+    if not fits or not all(type(size) is int and size > 0 for size in sizes):
+        raise _block_error(f"block_size {sizes!r}", "two positive ints")
+    heads = lead.shape[-2]
     for prefix in ("mask", "full"):
         counts, indices = fields[f"{prefix}_block_cnt"], fields[f"{prefix}_block_idx"]
         if counts is None and indices is None and prefix == "full":
             continue
-        for tensor, rank in ((counts, 3), (indices, 4)):
-            fits = isinstance(tensor, Tensor) and tensor.dtype == torch.int32
-            if not fits or tensor.dim() != rank or tensor.device != lead.device:
-                got = _seen(tensor) if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise E.BlockSparseError(f"{prefix}_block", got, f"int32 with {rank} dims")
-            if tensor.shape[0] not in (1, count) or tensor.shape[1] not in (1, lead.shape[-2]):
-                allowed = f"({count} or 1, {lead.shape[-2]} or 1, ...)"
-                raise E.BlockSparseError(f"{prefix}_block", _seen(tensor), allowed)
+        for name, tensor, rank in (("cnt", counts, 3), ("idx", indices, 4)):
+            if not isinstance(tensor, Tensor):
+                got = f"{prefix}_block_{name} {type(tensor).__name__} in {type(given).__name__}"
+                raise _block_error(got, "a kvattn.BlockSparse or its likeness")
+            got = f"{prefix}_block_{name} {_seen(tensor)} on {tensor.device}"
+            if tensor.dtype != torch.int32 or tensor.dim() != rank or tensor.device != lead.device:
+                raise _block_error(got, f"int32 with {rank} dims on {lead.device}")
+            if tensor.shape[0] not in (1, count) or tensor.shape[1] not in (1, heads):
+                raise _block_error(got, f"({count} or 1, {heads} or 1, ...)")
         if counts.shape != indices.shape[:-1]:
-            raise E.BlockSparseError(f"{prefix}_block_idx", _seen(indices), "counts' shape plus N")
-    raw.block_sparse = block
+            raise _block_error(f"{prefix}_block_idx {_seen(indices)}", "the counts' shape plus N")
+        if lead.dim() == 4 and counts.shape[2] * sizes[0] < lead.shape[1]:
+            got = f"{prefix}_block_cnt with {counts.shape[2]} blocks of {sizes[0]} rows"
+            raise _block_error(got, f"blocks for {lead.shape[1]} rows")
+    return BlockSparse(**fields)
+
+
+def _block_error(got: str, allowed: str) -> E.BlockSparseError:
+    return E.BlockSparseError("block_sparse_tensors", got, allowed)

@@ -56,7 +56,9 @@ def plan(facts: Facts, candidates: Sequence[Backend]) -> Plan:
         if reason is None:
             return Plan(backend.name, backend.kernel(facts), tuple(passed))
         if wanted is not None:
-            raise E.BackendRefusesError("backend", f"backend={wanted!r}: {reason}", "another one")
+            able = [other.name for other in candidates if other.refuses(facts) is None]
+            got, allowed = f"backend={wanted!r}: {reason}", ", ".join(("None", *able))
+            raise E.BackendRefusesError("backend", got, allowed)
         passed.append((backend.name, reason))
     names = ", ".join(backend.name for backend in candidates)
     raise E.UnknownBackendError("backend", repr(wanted), f"None, {names}")

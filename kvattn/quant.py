@@ -5,6 +5,9 @@ MXFP8 (OCP microscaling): value = e4m3 * 2 ** (byte - 127), one byte per 32 elem
 
 from __future__ import annotations
 
+import warnings
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -13,6 +16,7 @@ NARROW = (*FP8, torch.int8)
 GROUP = 32  # elements that share an MXFP8 scale
 _TILE = 128  # rows of one interleaved scale block: 32 x 4, with 4 groups
 LIMIT = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
+_ROUNDS_BACK = {torch.float8_e4m3fn: 464.0, torch.float8_e5m2: 61440.0, torch.int8: 127.5}
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -32,10 +36,90 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 def token_scales(x: Tensor, dtype: torch.dtype) -> Tensor:
     """One scale per token and head, amax / largest finite value, so that nothing clips.
 
-    x (..., heads, dim) -> fp32 (..., heads); 1.0 where all elements are 0.
+    x (..., heads, dim) -> fp32 (..., heads); 1.0 where all elements are 0. NaN is passed over,
+    and infinity counts as the largest finite number.
     """
-    amax = x.float().abs().amax(-1)
-    return torch.where(amax > 0, amax / LIMIT[dtype], 1.0)
+    return _scale(x.float().nan_to_num(0.0).abs().amax(-1), dtype)
+
+
+def _scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    scale = amax / LIMIT[dtype]
+    return torch.where(scale > 0, scale, 1.0)
+
+
+class ClippingWarning(UserWarning):
+    """Numbers beyond the range of a narrow dtype were stored as its largest finite value."""
+
+
+class ClipReport(NamedTuple):
+    """What storing a tensor with scale 1.0 would cost.
+
+    Attributes:
+        elements: how many numbers were looked at.
+        clipped: how many of them round to more than the dtype's largest finite value.
+        amax: the largest magnitude; NaN is passed over.
+        limit: the dtype's largest finite value.
+    """
+
+    elements: int
+    clipped: int
+    amax: float
+    limit: float
+
+
+def measure_scales(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ClipReport]:
+    """Scales per kv head under which nothing clips, and a report of what scale 1.0 would clip.
+
+    Args:
+        x: (..., Hk, D) keys or values of any wide dtype, for example from a calibration run.
+        dtype: float8_e4m3fn, float8_e5m2 or int8.
+
+    Returns:
+        fp32 (Hk,): amax / largest finite value, 1.0 for a head of zeros; pass it as `k_descale` or
+        `v_descale`. And a `ClipReport`.
+
+    Example:
+        >>> keys = 2000 * torch.randn(100, 8, 128)
+        >>> scales, report = quant.measure_scales(keys, torch.float8_e4m3fn)
+        >>> stored = quant.quantise(keys, torch.float8_e4m3fn, scales)
+    """
+    size = x.float().nan_to_num(0.0).abs().amax(-1).reshape(-1, x.shape[-2])
+    amax = size.amax(0) if size.numel() else size.new_zeros(x.shape[-2])
+    largest = float(amax.max()) if amax.numel() else 0.0
+    return _scale(amax, dtype), ClipReport(x.numel(), _beyond(x, dtype), largest, LIMIT[dtype])
+
+
+def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | float = 1.0) -> Tensor:
+    """What an append stores: x / scale, saturated, in a narrow dtype.
+
+    Args:
+        x: (..., Hk, D) of any wide dtype.
+        dtype: float8_e4m3fn, float8_e5m2 or int8.
+        scale: a float or fp32 (..., Hk): one per kv head, or per token and head.
+
+    Warns:
+        ClippingWarning: if any number saturates (Python shows it once per place in the code).
+
+    Example:
+        >>> quant.quantise(torch.tensor([[1.0, -600.0]]), torch.float8_e4m3fn, 2.0).float()
+        tensor([[   0.5000, -288.0000]])
+    """
+    wide = x if x.dtype == torch.float64 else x.float()
+    wide = wide / (scale[..., None] if isinstance(scale, Tensor) else scale)
+    warn_if_clipped(wide, dtype)
+    return cast(wide, dtype)
+
+
+def warn_if_clipped(x: Tensor, dtype: torch.dtype) -> None:
+    """Says so once per place if a cast will clip; the text names no counts, so that it repeats."""
+    if _beyond(x, dtype):
+        text = f"numbers beyond {LIMIT[dtype]:g}, the largest {dtype}, were clipped: measure scales"
+        warnings.warn(f"{text} with kvattn.quant.measure_scales", ClippingWarning, stacklevel=3)
+
+
+def _beyond(x: Tensor, dtype: torch.dtype) -> int:
+    """How many numbers lie farther out than rounding brings back."""
+    return int((x.abs() > _ROUNDS_BACK[dtype]).sum())
 
 
 def per_token(scale: Tensor, cache: Tensor) -> bool:
@@ -47,11 +131,12 @@ def mx_quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantises to MXFP8 along the last dimension (a multiple of 32).
 
     x (..., D) -> e4m3 (..., D), e8m0 (..., D / 32). The exponent is the smallest that does not
-    clip: ceil(log2(amax / 448)), limited to +-127; byte 0 for a group of zeros.
+    clip: ceil(log2(amax / 448)), limited to +-127; byte 0 for a group of zeros. NaN is passed
+    over, and infinity counts as the largest finite number.
     """
     wide = x if x.dtype == torch.float64 else x.float()
     groups = wide.unflatten(-1, (-1, GROUP))
-    amax = groups.abs().amax(-1)
+    amax = groups.nan_to_num(0.0).abs().amax(-1)
     exponent = torch.log2(amax.double() / LIMIT[torch.float8_e4m3fn]).ceil().clamp(-127, 127)
     exponent = torch.where(amax > 0, exponent, -127.0)
     scaled = groups.double() / torch.exp2(exponent)[..., None]
@@ -107,7 +192,7 @@ def mx_allowed(data: Tensor, tokens: bool = False) -> str:
     return ", ".join(words)
 
 
-def _blocks(scale: Tensor, data: Tensor) -> Tensor:
+def mx_blocks(scale: Tensor, data: Tensor) -> Tensor:
     """Interleaved scale bytes as a seven-dimensional view (N, heads, RM, RK, 32, 4, 4)."""
     rows, dim = data.shape[1], data.shape[3]
     blocks = (-(-rows // _TILE), -(-dim // GROUP // 4))
@@ -126,7 +211,7 @@ def mx_plain(scale: Tensor, data: Tensor, tokens: bool = False) -> Tensor:
     if layout == "tokens":
         return raw.repeat_interleave(GROUP, 1)
     count, rows, heads, dim = data.shape
-    ordered = _blocks(scale, data).permute(0, 2, 5, 4, 1, 3, 6)  # N, RM, 4, 32, heads, RK, 4
+    ordered = mx_blocks(scale, data).permute(0, 2, 5, 4, 1, 3, 6)  # N, RM, 4, 32, heads, RK, 4
     return ordered.reshape(count, -1, heads, ordered.shape[5] * 4)[:, :rows, :, : dim // GROUP]
 
 
@@ -140,7 +225,7 @@ def mx_store(scale: Tensor, data: Tensor, block: Tensor, row: Tensor, new: Tenso
     m, h = row[:, None, None], torch.arange(heads, device=row.device)[None, :, None]
     g = torch.arange(groups, device=row.device)[None, None, :]
     slots = (block[:, None, None], h, m // _TILE, g // 4, m % 32, m % _TILE // 32, g % 4)
-    _blocks(scale, data)[slots] = values
+    mx_blocks(scale, data)[slots] = values
 
 
 def mx_dequantise(data: Tensor, scale_bytes: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvattn import errors as E
 from kvattn import ops
 from kvattn.rotary import rotate
+from kvattn.values import readable
 
 
 def append_kv(
@@ -127,10 +128,12 @@ def apply_rotary(
     if positions is None:
         assert seqlen_offsets is not None
         positions = _token_positions(x, seqlen_offsets, cu_seqlens)
+    elif cu_seqlens is not None:
+        raise E.RotaryArgumentsError("cu_seqlens", "borders along with positions", "one of them")
     if positions.shape != x.shape[:-2] or positions.is_floating_point():
         got = f"{positions.dtype}, shape {tuple(positions.shape)}"
         raise E.RotaryArgumentsError("positions", got, f"integers of {tuple(x.shape[:-2])}")
-    if x.device.type == "cpu" and positions.numel():
+    if positions.numel() and readable(positions):
         low, high = (int(p) for p in torch.aminmax(positions))
         if low < 0 or high >= cos.shape[0]:
             got = f"position {low if low < 0 else high}"
@@ -154,23 +157,28 @@ def _rotary_tables(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 def _token_positions(x: Tensor, offsets: Tensor | int, edges: Tensor | None) -> Tensor:
     """offset + t for every token, t restarting with each sequence."""
+    if (x.dim() == 3) != (edges is not None):
+        got = "None for packed x" if edges is None else "borders for padded x"
+        raise E.RotaryArgumentsError("cu_seqlens", got, "row borders of a packed x, and only then")
+    if edges is not None and (edges.dim() != 1 or not edges.numel() or edges.is_floating_point()):
+        got = f"{edges.dtype}, shape {tuple(edges.shape)}"
+        raise E.CuSeqlensError("cu_seqlens", got, "int32 of shape (batch + 1,)")
+    count = x.shape[0] if edges is None else edges.shape[0] - 1
+    start = torch.as_tensor(offsets, device=x.device)
+    if start.shape not in ((), (count,)):
+        got = f"shape {tuple(start.shape)}"
+        raise E.RotaryArgumentsError("seqlen_offsets", got, f"an int or ({count},)")
+    start = start.expand(count)
     if edges is None:
-        if x.dim() != 4:
-            raise E.RotaryArgumentsError("cu_seqlens", "None for packed x", "row borders")
-        count, steps = x.shape[0], torch.arange(x.shape[1], device=x.device)[None]
-        start = torch.as_tensor(offsets, device=x.device)
-        if start.dim() and start.shape != (count,):
-            got = f"shape {tuple(start.shape)}"
-            raise E.RotaryArgumentsError("seqlen_offsets", got, f"an int or ({count},)")
-        return steps + start.expand(count)[:, None]
-    if x.dim() != 3:
-        raise E.RotaryArgumentsError("cu_seqlens", "borders for padded x", "a packed x")
-    lengths = edges.diff().long()
-    if int(lengths.sum()) != x.shape[0] or int(edges[0]) != 0 or bool((lengths < 0).any()):
-        raise E.CuSeqlensError("cu_seqlens", edges.tolist(), f"0 to {x.shape[0]}")
-    start = torch.as_tensor(offsets, device=x.device).expand(lengths.shape[0])
-    base = torch.repeat_interleave(start - edges[:-1], lengths)
-    return torch.arange(x.shape[0], device=x.device) + base
+        return torch.arange(x.shape[1], device=x.device) + start[:, None]
+    total = x.shape[0]
+    if readable(edges):
+        whole = int(edges[0]) == 0 and int(edges[-1]) == total
+        if not whole or bool((edges.diff() < 0).any()):
+            raise E.CuSeqlensError("cu_seqlens", edges.tolist(), f"rising from 0 to {total}")
+    tokens = torch.arange(total, device=x.device, dtype=edges.dtype)
+    owner = torch.searchsorted(edges[1:], tokens, right=True).clamp_max(count - 1)
+    return tokens + (start - edges[:-1])[owner]
 
 
 def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -216,6 +224,10 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
 def _mergeable(outs: list[Tensor], lses: list[Tensor]) -> None:
     if not outs or len(outs) != len(lses):
         raise E.MergeStatesError("outs", f"{len(outs)} outs, {len(lses)} lses", "one lse per out")
+    for name, parts in (("outs", outs), ("lses", lses)):
+        for part in parts:
+            if not isinstance(part, Tensor):
+                raise E.NotATensorError(name, type(part).__name__, "tensors")
     first = outs[0]
     if first.dim() not in (3, 4):
         raise E.MergeStatesError("outs", f"shape {tuple(first.shape)}", "3 or 4 dimensions")

@@ -37,18 +37,17 @@ class PageStorage:
     ) -> None:
         _check_dtype(dtype, descales, token_descale)
         self._layers, self._heads, self._device = layers, slots[2], device
-        self._pools: list[Tensor] = []  # all memory, pages in dimension 1
+        # One allocation each: a compiler copies caches that are views of one buffer before a write.
+        self._pools: list[Tensor] = []
         self.k: list[Tensor]
         self.v: list[Tensor]
         self.k_descale: Sequence[Tensor | None]
         self.v_descale: Sequence[Tensor | None]
-        if dims[0] == dims[1]:
-            self.k, self.v = self._paired((*slots, dims[0]), dtype)
-        else:
-            self.k, self.v = (self._single((*slots, dim), dtype) for dim in dims)
+        self.k, self.v = (self._pages((*slots, dim), dtype) for dim in dims)
         if token_descale:
-            self.k_descale, self.v_descale = self._paired(slots, torch.float32)
-            self._pools[-1].fill_(1.0)
+            self.k_descale, self.v_descale = (self._pages(slots, torch.float32) for _ in dims)
+            for scale in (*self.k_descale, *self.v_descale):
+                scale.fill_(1.0)
         else:
             self.k_descale = self._static_scales("k_descale", descales[0])
             self.v_descale = self._static_scales("v_descale", descales[1])
@@ -58,25 +57,17 @@ class PageStorage:
         return sum(pool.nbytes for pool in self._pools)
 
     def copy_pages(self, originals: Sequence[int], copies: Sequence[int]) -> None:
-        """Copies whole pages, all layers and scales, in as few kernels as there are buffers."""
+        """Copies whole pages, all layers and scales, one buffer after the other."""
         source, target = torch.tensor([originals, copies], device=self._device)
         for pool in self._pools:
             raw = pool.view(torch.uint8) if pool.itemsize == 1 else pool  # FP8 has no index_copy_
-            raw.index_copy_(1, target, raw.index_select(1, source))
+            raw.index_copy_(0, target, raw.index_select(0, source))
 
-    def _single(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-        pool = torch.empty((self._layers, *shape), dtype=dtype, device=self._device)
-        self._pools.append(pool)
-        return [pool[layer] for layer in range(self._layers)]
-
-    def _paired(
-        self, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """One buffer for keys and values, those of a layer side by side."""
-        pool = torch.empty((self._layers, 2, *shape), dtype=dtype, device=self._device)
-        self._pools.append(pool.flatten(0, 1))
-        layers = range(self._layers)
-        return [pool[layer, 0] for layer in layers], [pool[layer, 1] for layer in layers]
+    def _pages(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+        """One buffer of pages per layer."""
+        pools = [torch.empty(shape, dtype=dtype, device=self._device) for _ in range(self._layers)]
+        self._pools += pools
+        return pools
 
     def _static_scales(self, name: str, scale: Scale) -> list[Tensor | None]:
         if scale is None:

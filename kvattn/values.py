@@ -18,6 +18,7 @@ from torch import Tensor
 from kvattn import errors as E
 
 if TYPE_CHECKING:
+    from kvattn.option_checks import BlockSparse
     from kvattn.request import Request, Span
 
 _checked: ContextVar[bool] = ContextVar(
@@ -40,6 +41,14 @@ def checked(on: bool = True) -> Iterator[None]:
         _checked.reset(token)
 
 
+def readable(tensor: Tensor) -> bool:
+    """Whether its data may be looked at: on the CPU, or in checked mode outside a capture."""
+    kind = tensor.device.type
+    if torch.compiler.is_compiling() or kind == "meta" or (kind != "cpu" and not _checked.get()):
+        return False
+    return kind != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
 def integers(tensor: Tensor | None) -> list[int]:
     """The numbers of an index tensor; empty for None."""
     return [] if tensor is None else tensor.tolist()
@@ -47,14 +56,12 @@ def integers(tensor: Tensor | None) -> list[int]:
 
 def check(r: Request) -> None:
     """Raises on lengths, indices and positions that point outside the caller's tensors."""
-    kind, strict = r.pool.device.type, _checked.get()
-    if kind == "meta" or (kind != "cpu" and not strict):
-        return
-    if kind == "cuda" and torch.cuda.is_current_stream_capturing():
+    strict = _checked.get()
+    if not readable(r.pool):
         return
     _edges(r)
     _lengths(r)
-    if r.cu_seqlens_k is None and not (r.slot_mapping is not None and not r.attend):
+    if r.cu_seqlens_k is None and not _by_slot(r):
         _rows(r)
         if r.page_table is not None:
             _pages(r)
@@ -66,8 +73,15 @@ def check(r: Request) -> None:
         _bounds(r)
     if r.gather_kv_indices is not None:
         _gathered(r, r.gather_kv_indices)
+    if r.block_sparse is not None:
+        _block_rows(r, r.block_sparse)
     if strict and r.k is not None:
         _duplicates(r)
+
+
+def _by_slot(r: Request) -> bool:
+    """Whether slots alone say where tokens go: lengths then only give rotary positions."""
+    return r.slot_mapping is not None and not r.attend
 
 
 def _edges(r: Request) -> None:
@@ -95,6 +109,7 @@ def _lengths(r: Request) -> None:
         for b, span in enumerate(r.spans):
             if span.active:
                 room = edges[b + 1] - edges[b] if edges else capacity
+                room = span.end if _by_slot(r) else room
                 if span.old < 0 or span.end > room:
                     _length(name, b, span, room, appending)
             else:
@@ -165,10 +180,10 @@ def _slots(r: Request, slots: Tensor) -> None:
 def _positions(r: Request, rows: int) -> None:
     bases = integers(r.rotary_seqlens)
     for b, span in enumerate(r.spans):
-        if bases and bases[b] < 0:
-            raise E.RotarySeqlensError(f"rotary_seqlens[{b}]", bases[b], ">= 0")
         if not span.active:
             continue
+        if bases and bases[b] < 0:
+            raise E.RotarySeqlensError(f"rotary_seqlens[{b}]", bases[b], ">= 0")
         base = bases[b] if bases else span.old
         steps = max(span.new_len, span.q_len if r.local else min(span.q_len, 1))
         if steps and base + steps > rows:
@@ -191,10 +206,19 @@ def _gathered(r: Request, indices: Tensor) -> None:
     flat = indices.reshape(-1, indices.shape[-1])
     for b, span in enumerate(r.spans):
         used = flat[span.q_start : span.q_start + span.q_len]
-        if used.numel() and (int(used.min()) < -1 or int(used.max()) >= span.keys):
+        if span.active and used.numel() and (int(used.min()) < -1 or int(used.max()) >= span.keys):
             bad = int(used.min()) if int(used.min()) < -1 else int(used.max())
             got = f"{bad} in sequence {b}"
             raise E.BlockSparseError("gather_kv_indices", got, f"-1 to {span.keys - 1}")
+
+
+def _block_rows(r: Request, sparse: BlockSparse) -> None:
+    """Every query row lies in a block of rows that the counts speak of."""
+    longest = max((span.q_len for span in r.spans if span.active), default=0)
+    for counts in (sparse.mask_block_cnt, sparse.full_block_cnt):
+        if counts is not None and counts.shape[2] * sparse.block_size[0] < longest:
+            got = f"{counts.shape[2]} blocks of {sparse.block_size[0]} rows"
+            raise E.BlockSparseError("block_sparse_tensors", got, f"blocks for {longest} rows")
 
 
 def _duplicates(r: Request) -> None:

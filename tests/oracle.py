@@ -204,7 +204,7 @@ def _rows(x: torch.Tensor, padded: bool) -> torch.Tensor:
 
 def _append(a: SimpleNamespace, seqs: list[Sequence], keys: Side | None, values: Side) -> None:
     k_rows, v_rows = _rows(a.k, a.k.ndim == 4), _rows(a.v, a.v.ndim == 4)
-    slots = None if a.slot_mapping is None else a.slot_mapping.tolist()
+    slots = None if a.slot_mapping is None else a.slot_mapping.flatten().tolist()
     size = a.v_cache.shape[1]
     for seq in seqs:
         for t, row in enumerate(seq.new):

@@ -193,8 +193,15 @@ class Call:
             return self.line[b], row
         return int(self.table[self.line[b], row // self.slots]), row % self.slots
 
-    def lay_pages(self, used: Sequence[int], lines: int, max_pages: int, shared: bool) -> None:
-        """Draw a page table; entries past the used lengths are garbage."""
+    def lay_pages(
+        self,
+        used: Sequence[int],
+        lines: int,
+        max_pages: int,
+        shared: bool,
+        leftpad: Sequence[int] = (),
+    ) -> None:
+        """Draw a page table; entries past the used lengths or all padding are garbage."""
         d = self.d
         need = [0] * lines
         for line, rows in zip(self.line, used, strict=True):
@@ -209,6 +216,9 @@ class Call:
             own = order[taken : taken + count]
             table[line, :count] = d.rng.integers(self.pages, size=count) if shared else own
             taken += count
+        if d.chance(0.5) and len(set(self.line)) == len(self.line):
+            for line, rows in zip(self.line, leftpad, strict=False):
+                table[line, : min(rows // self.slots, need[line])] = d.pick(UNSEEN_ENTRIES)
         self.table = table
         name = d.pick(("page_table", "page_table", "block_table"))
         self.kw[name] = torch.from_numpy(table if d.chance(0.3) else table.copy())
@@ -225,7 +235,7 @@ class Call:
             if mode == "by mask":
                 p = np.arange(self.sq[b])[:, None] + keys - self.sq[b]
                 shown = visible(p, np.arange(keys)[None, :], self.left, self.right, self.chunk)
-                seen = shown.any(axis=0).tolist()
+                seen = [bool(column.any()) for column in shown.T]
             for row in (j + self.leftpad[b] for j in range(keys) if seen[j]):
                 if row < old or not self.written[b][row - old]:
                     self.live[self.spot(b, row)] = True

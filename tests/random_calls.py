@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from random_base import E4M3, F32, F64, INT8, PAGE_SIZES, WIDE, Call
-from random_tools import clone, cumulative, describe, ints, strided
+from random_tools import Array, clone, cumulative, describe, ints, strided
 
 __all__ = ["as_cache_call", "clone", "describe", "random_call", "random_varlen_call"]
 
@@ -87,8 +87,20 @@ class _CacheCall(Call):
             kw["cache_seqlens"] = ints([e if self.by_slot or e < 0 else e - n for e, n in pairs])
         if d.chance(0.2):
             pairs = zip(self.ends, self.new, strict=True)
-            self.leftpad = [0 if end < 0 else d.whole(0, end - n) for end, n in pairs]
+            self.leftpad = [d.whole(0, end - n if end >= 0 else 50) for end, n in pairs]
             kw["cache_leftpad"] = ints(self.leftpad)
+        for b, end in enumerate(self.ends):
+            if end < 0:
+                self._forget_queries(b)
+
+    def _forget_queries(self, b: int) -> None:
+        """An inactive row is not read."""
+        start = sum(self.room[:b])
+        for name in ("q", "qv"):
+            if name in self.kw:
+                rows = self.kw[name]
+                rows = rows[b] if self.padded else rows[start : start + self.room[b]]
+                rows.copy_(torch.full(rows.shape, torch.nan))
 
     def _new_lengths(self) -> None:
         d = self.d
@@ -115,7 +127,7 @@ class _CacheCall(Call):
         if self.paged:
             shared = not self.appending and d.chance(0.3)
             used = [max(0, end) for end in self.ends]
-            self.lay_pages(used, count, self.max_pages, shared)
+            self.lay_pages(used, count, self.max_pages, shared, self.leftpad)
         else:
             self.pages = count
 
@@ -125,7 +137,7 @@ class _CacheCall(Call):
             return
         bases = [end - n for end, n in zip(self.ends, self.new, strict=True)]
         if d.chance(0.2):
-            bases = [d.whole(0, 30) for _ in bases]
+            bases = [d.whole(0, 30) if end >= 0 else 10**6 for end in self.ends]
             self.kw["rotary_seqlens"] = ints(bases)
         used = [
             base + max(n, sq)
@@ -146,13 +158,16 @@ class _CacheCall(Call):
             return
         lead: tuple[int, ...] = (self.batch, self.width_new)
         if not self.padded_new:
-            lead = (sum(self.new),)
+            extra = d.pick((0, 0, 0, 2)) if not self.by_slot else 0  # tokens of no sequence
+            lead = (sum(self.new) + extra,)
             own = self.by_slot and not self.padded and self.new == self.sq and lead == self.lead
             if not own or d.chance(0.5):
                 kw["cu_seqlens_k_new"] = cumulative(self.new)
         k = d.normal(*lead, self.kv_heads, self.dim) * d.pick((1.0, 1.0, 4.0))
         v = d.normal(*lead, self.kv_heads, self.dim_v)
         k[d.rng.random(k.shape[:-1]) < 0.03] = 0
+        self._forget_tokens(k)
+        self._forget_tokens(v)
         for name, numbers in (("k", k), ("v", v)):
             cache = getattr(self, f"{name}_dtype")
             dtype = self._new_dtype(cache)
@@ -165,7 +180,18 @@ class _CacheCall(Call):
         elif d.chance(0.15):
             kw["k"], kw["v"] = strided(kw["k"], "heads first"), strided(kw["v"], "wide")
         if self.by_slot:
-            kw["slot_mapping"] = ints(self._slots(), torch.int64)
+            slots = ints(self._slots(), torch.int64)
+            kw["slot_mapping"] = slots.reshape(lead) if d.chance(0.3) else slots
+
+    def _forget_tokens(self, numbers: Array) -> None:
+        """New tokens of no sequence and of inactive rows are not read."""
+        flat = numbers.reshape(-1, *numbers.shape[-2:])
+        start = 0
+        for end, n in zip(self.ends, self.new, strict=True):
+            if end < 0:
+                flat[start : start + n] = np.nan
+            start += n
+        flat[start:] = np.nan
 
     def _new_dtype(self, cache: torch.dtype) -> torch.dtype:
         if (self.mx and cache == E4M3) or (cache == INT8 and "rotary_cos" in self.kw):

@@ -51,6 +51,7 @@ def cumulative(lengths: Sequence[int]) -> torch.Tensor:
 
 def strided(x: torch.Tensor, kind: str) -> torch.Tensor:
     """The same (..., tokens, heads, dim) in other memory; what lies between is NaN or 0x7f."""
+    index: tuple[Any, ...]
     if kind == "plain":
         return x
     if kind == "heads first":

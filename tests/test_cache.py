@@ -318,11 +318,11 @@ def test_token_scales_travel_with_their_pages() -> None:
     assert bool((v_scales[cache.pages(child)[0]] == 3).all())
 
 
-def test_keys_and_values_of_equal_size_are_one_buffer() -> None:
+def test_no_two_caches_share_a_buffer() -> None:
+    """A compiler that sees two views of one buffer copies it before a write."""
     cache = make_cache()
-    step = cache.k(0).numel() * cache.k(0).element_size()
-    addresses = [pool(layer).data_ptr() for layer in range(2) for pool in (cache.k, cache.v)]
-    assert addresses == [addresses[0] + i * step for i in range(4)]
+    pools = [pool(layer) for layer in range(2) for pool in (cache.k, cache.v)]
+    assert len({pool.untyped_storage().data_ptr() for pool in pools}) == len(pools)
 
 
 @pytest.mark.parametrize("outside", ["inference", "grad"])

@@ -268,9 +268,11 @@ def test_listed_blocks() -> None:
         full_block_idx=ints(9, 2).reshape(1, 1, 2, 1),
         block_size=(1, 2),
     )
-    e = probe(
-        1, 2, 7, block_sparse_tensors=blocks, mask_mod=lambda b, h, q_idx, kv_idx: kv_idx != 3
-    )
+
+    def not_3(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return kv_idx != 3
+
+    e = probe(1, 2, 7, block_sparse_tensors=blocks, mask_mod=not_3)
     check(e, [0.5, (2 + 4 + 5) / 3], [2, 3])
 
 

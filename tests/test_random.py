@@ -15,6 +15,7 @@ from random_calls import as_cache_call, clone, describe, random_call, random_var
 from random_tools import Array
 
 import kvattn
+from kvattn.backends import cpu, cpu_keys, reference
 
 CASES = int(os.environ.get("KVATTN_RANDOM_CASES", "10000"))
 CHUNK = 250
@@ -181,3 +182,19 @@ def test_cpu_equals_the_oracle(seeds: range) -> None:
         except kvattn.errors.BackendRefusesError:
             refused += 1
     assert refused < 0.9 * max(len(seeds), 10)
+
+
+@pytest.mark.parametrize("seeds", chunks(CASES // 5), ids=str)
+def test_results_do_not_depend_on_how_work_is_cut(
+    monkeypatch: pytest.MonkeyPatch, seeds: range
+) -> None:
+    monkeypatch.setattr(cpu, "_FEW_ROWS", 1)
+    monkeypatch.setattr(cpu, "_ROW_BLOCK", 2)
+    monkeypatch.setattr(cpu_keys, "_PIECE_BYTES", 256)
+    monkeypatch.setattr(reference, "_MAX_SCORES", 40)
+    for seed in seeds:
+        function, call = drawn(seed, plain=True)
+        try:
+            assert_case(seed, call, mismatch, function, "cpu")
+        except kvattn.errors.BackendRefusesError:
+            assert_case(seed, call, mismatch, function, "reference")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvattn import quant
-from kvattn.backends import cpu_append
+from kvattn.backends import cpu_append, reference
 from kvattn.backends.cpu_keys import Keys
 from kvattn.plan import Plan
 from kvattn.request import Facts, Request, Span
@@ -30,7 +30,7 @@ _REFUSED = (
     ("sfk", "MXFP8 scales are left to the reference"),
     ("sfv", "MXFP8 scales are left to the reference"),
     ("rel_bias", "torch's fused kernel cannot gather rel_bias by distance"),
-    ("gather_kv_indices", "torch's fused kernel cannot select keys per query"),
+    ("gather_kv_indices", "torch's fused kernel cannot select keys by gather_kv_indices"),
 )
 
 
@@ -44,13 +44,15 @@ def refuses(facts: Facts) -> str | None:
     if not facts.option("attend"):
         return None
     if facts.score_mod or facts.mask_mod or facts.block_sparse:
-        return "torch's fused kernel runs no Python mods and no block masks"
+        return "torch's fused kernel runs no score_mod, mask_mod or block masks"
     if facts.option("softcap") > 0:
         return "torch's fused kernel has no softcap"
     if facts.option("batch_invariant"):
-        return "torch's fused kernel picks its blocks by the number of rows and keys"
+        return "torch's fused kernel is not batch_invariant: its blocks follow the number of rows"
     if facts.tensor("q").dtype in quant.FP8:
         return "torch's fused kernel has no FP8 queries"
+    if facts.tensor("q").shape[-2] == 0:
+        return "torch's fused kernel divides by the number of heads, which is 0"
     if facts.tensor("q").shape[-1] != facts.tensor("v_cache").shape[-1]:
         return "torch's fused kernel needs equal head dims of keys and values"
     return None
@@ -82,10 +84,10 @@ def run(r: Request, plan: Plan) -> tuple[Tensor, Tensor] | None:
     work = _Work(r, q)
     if r.batch == 1 and r.out is None and r.cu_seqlens_q is None and r.seqused_q is None:
         part = work.sequence(0, r.spans[0])
-        return part.out[None].to(r.out_dtype), part.lse[None]
+        return part.out[None].to(r.out_dtype), part.lse[None].float()
     out, lse = r.outputs()
-    if work.uniform():
-        part = work.batch()
+    part = work.batch() if work.uniform() else None
+    if part is not None:
         out[:, 0] = part.out
         lse[:, :, 0] = part.lse.transpose(0, 1)
         return out, lse
@@ -117,6 +119,7 @@ class _Work:
     def __init__(self, r: Request, q: Tensor) -> None:
         assert r.k_cache is not None
         scaled = not (r.q_descale is None and r.k_descale is None and r.v_descale is None)
+        q = q if q.stride(-1) == 1 else q.contiguous()  # the fused kernel assumes a unit stride
         self.r, self.q, self.scaled = r, q, scaled
         self.dtype = _compute_dtype(q.dtype, r.k_cache.dtype, scaled)
         self.keys = Keys(r, self.dtype)
@@ -134,8 +137,8 @@ class _Work:
         alike = all(s.active and (s.start, s.end) == (first.start, first.end) for s in r.spans)
         return alike and first.q_len == 1 and self.keys.small(first.keys)
 
-    def batch(self) -> Part:
-        """All sequences of a uniform batch at once: one row each."""
+    def batch(self) -> Part | None:
+        """All sequences of a uniform batch at once, one row each; None if that is not sound."""
         span = self.r.spans[0]
         low, high = _reach(self.r, span, range(1))
         q = self.q[:, 0]
@@ -144,6 +147,8 @@ class _Work:
         k, v = self.keys.every(span.start + low, span.start + high)
         tile = q.to(self.dtype).unflatten(1, (self.kv_heads, self.group))
         out, lse = _call(tile, k, v, self.r.softmax_scale)
+        if not bool(lse.reciprocal().isfinite().all()):
+            return None
         return self._sinks(Part(out.flatten(1, 2), lse.flatten(1, 2).transpose(0, 1)))
 
     def sequence(self, b: int, span: Span) -> Part:
@@ -154,7 +159,7 @@ class _Work:
         else:
             q = self.q.select(0, b)
             q = q if q.shape[0] == span.q_len else q.narrow(0, 0, span.q_len)
-        if not span.active:
+        if not span.active or span.q_len == 0:  # the fused kernel divides by the rows
             return self._empty(q)
         rows = range(span.q_len)
         low, high = _reach(r, span, rows)
@@ -167,10 +172,13 @@ class _Work:
             part = self._few(b, span, q, low, high, biased or masked)
         elif not masked and not biased:
             part = self._wide(q, *self.keys.whole(b, span, low, high))
-        elif r.causal and not biased and r.window[0] is None and r.attention_chunk == 0:
+        elif _plain_causal(r):
             part = self._causal(b, span, q)
         else:
             part = self._blocks(b, span, q)
+        if not _sound(part):
+            wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+            return Part(*reference.attend_sequence(r, b, span, wide))
         if r.v_descale is not None and not self.keys.v_by_token:
             part = Part(part.out * self._by_head(r.v_descale, b), part.lse)
         return self._sinks(part)
@@ -283,7 +291,8 @@ class _Work:
             slopes = r.alibi_slopes.expand(r.batch, r.heads)[b].view(
                 self.kv_heads, self.group, 1, 1
             )
-            bias = -(slopes * (p - j).abs()).to(self.dtype)
+            bias = -(slopes * (p - j).abs())  # fp32: 16 bits would show in the lse
+            bias = bias.double() if self.dtype == torch.float64 else bias
         return bias.masked_fill(hidden, -math.inf)
 
     def _sinks(self, part: Part) -> Part:
@@ -293,6 +302,24 @@ class _Work:
         total = torch.logaddexp(part.lse, self.r.sinks.to(part.lse.dtype)[:, None])
         share = torch.where(total.isinf(), 0.0, torch.exp(part.lse - total))
         return Part(part.out * share.transpose(0, 1)[..., None], total)
+
+
+def _sound(part: Part) -> bool:
+    """False where a NaN or an infinite logit may have spread to rows that must not see it.
+
+    The kernel gives an lse of 0 to rows whose logits are all -inf, NaN to rows with one of +inf,
+    and adds masked values times 0. Such results, and some honest ones, are computed once more.
+    """
+    sound = part.lse.reciprocal().isfinite().all()
+    if part.out.shape[0] > 1:
+        sound = sound & part.out.isfinite().all()
+    return bool(sound)
+
+
+def _plain_causal(r: Request) -> bool:
+    """Whether the kernel's own causal mask is all there is; it scales that mask's -inf too."""
+    alone = r.window[0] is None and r.attention_chunk == 0 and r.alibi_slopes is None
+    return r.causal and alone and r.softmax_scale > 0
 
 
 def _reach(r: Request, span: Span, rows: range) -> tuple[int, int]:

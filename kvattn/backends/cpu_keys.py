@@ -60,21 +60,20 @@ class Keys:
     ) -> tuple[Tensor, Tensor]:
         """Absolute rows first..last of one sequence as [1, Hk, n, D] in the compute dtype."""
         r, pages, slot = self.r, None, None
+        row, offset, neighbours = span.row, first, True
         if r.page_table is not None:
             pages = r.pages[b][first // r.page_size : -(-last // r.page_size)]
-            start = pages[0]
-            if pages == list(range(start, start + len(pages))):
-                slot = start * r.page_size + first % r.page_size
+            row, offset = pages[0], first % r.page_size
+            neighbours = pages == list(range(row, row + len(pages)))
         elif r.cu_seqlens_k is not None:
             slot = int(r.cu_seqlens_k[b]) + first
         parts = []
         for cache in (self.k, self.v):
-            if pages is not None and (slot is None or not _flat(cache, len(pages))):
-                offset = first % r.page_size
+            if pages is not None and not (neighbours and _flat(cache, len(pages))):
                 rows = self._gather(cache, pages, reuse)[offset : offset + last - first]
                 part = rows.transpose(0, 1)[None]
             else:
-                part = self._view(cache, slot, span.row, first, last - first)
+                part = self._view(cache, slot, row, offset, last - first)
             parts.append(part if part.dtype == self.dtype else part.to(self.dtype))
         k, v = parts
         if self.k_by_token:

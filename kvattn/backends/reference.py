@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvattn import errors as E
 from kvattn import quant
 from kvattn.option_checks import mod_arity
 from kvattn.plan import Plan
@@ -37,6 +38,7 @@ def run(
 ) -> tuple[Tensor, Tensor] | None:
     """Appends the new tokens, then attends. Returns (out, lse), or None for an append alone."""
     if r.k is not None:
+        _try_mods(r)
         append(r)
     if not r.attend:
         return None
@@ -44,7 +46,7 @@ def run(
         accum = torch.float64 if r.lead.dtype == torch.float64 else torch.float32
     out, lse = r.outputs()
     for b, span in enumerate(r.spans):
-        o, l = _attend(r, b, span, accum)  # [Sq, H, Dv], [H, Sq]
+        o, l = attend_sequence(r, b, span, accum)  # [Sq, H, Dv], [H, Sq]
         rows = slice(span.q_start, span.q_start + span.q_len)
         if r.cu_seqlens_q is None:
             out[b, : span.q_len], lse[b, :, : span.q_len] = quant.cast(o, out.dtype), l
@@ -86,6 +88,8 @@ def append(r: Request) -> None:
         if mx is not None and narrowed:
             tokens, scales = quant.mx_quantise(tokens)
             quant.mx_store(mx, cache, *at, scales)
+        elif narrowed and cache.dtype in quant.NARROW:
+            quant.warn_if_clipped(tokens, cache.dtype)
         _bytes(cache)[at] = _bytes(quant.cast(tokens, cache.dtype))
 
 
@@ -101,7 +105,7 @@ def new_tokens(r: Request) -> NewTokens:
     source, sequence, row, position = [], [], [], []
     bases = r.rotary_seqlens.tolist() if r.rotary_seqlens is not None else None
     for b, span in enumerate(r.spans):
-        if span.active or (r.slot_mapping is not None and not r.attend):
+        if span.active:
             steps = range(span.new_len)
             source += [span.new_start + t for t in steps]
             sequence += [b] * span.new_len
@@ -178,7 +182,7 @@ def rotated_query(r: Request, b: int, span: Span) -> Tensor | None:
     return rotate(q, r.rotary_cos, r.rotary_sin, positions, r.rotary_interleaved)
 
 
-def _attend(r: Request, b: int, span: Span, accum: torch.dtype) -> tuple[Tensor, Tensor]:
+def attend_sequence(r: Request, b: int, span: Span, accum: torch.dtype) -> tuple[Tensor, Tensor]:
     """out [Sq, H, Dv] and lse [H, Sq] of one sequence."""
     dim, heads, device = r.pool.shape[-1], r.heads, r.lead.device
     if not span.active or span.q_len == 0:
@@ -192,9 +196,7 @@ def _attend(r: Request, b: int, span: Span, accum: torch.dtype) -> tuple[Tensor,
         assert scales is not None
         q = quant.mx_dequantise(q, scales, accum)
     qv = _query(r, b, span, r.qv)
-    block = max(1, _MAX_SCORES // max(1, heads * span.keys))
-    if r.batch_invariant:
-        block = 1  # a row's arithmetic must not depend on how many rows come with it
+    block = _rows_at_once(r, span)
     parts = []
     for first in range(0, span.q_len, block):
         rows = torch.arange(first, min(first + block, span.q_len), device=device)
@@ -396,7 +398,33 @@ def _mod(
         offset_q = 0 if r.cu_seqlens_q is None else span.q_start
         info = SeqlenInfo(offset_q, offset_k, span.q_len, span.keys)
         args = (*args, info, r.aux_tensors, ())[: len(args) + extra]
-    result = mod(*args)
-    if not isinstance(result, Tensor):
-        result = torch.as_tensor(result, device=device)
-    return result.expand(r.heads, len(rows), keys)
+    shape, name = (r.heads, len(rows), keys), "mask_mod" if score is None else "score_mod"
+    allowed = f"q_idx up to {span.q_len - 1}, kv_idx up to {keys - 1}, a result that fits {shape}"
+    try:
+        result = torch.as_tensor(mod(*args), device=device).expand(shape)
+    except (IndexError, RuntimeError) as error:
+        got = f"{type(error).__name__}: {error}"
+        raise E.ModResultError(name, got, allowed) from error
+    if score is None and result.dtype is not torch.bool:
+        raise E.ModResultError(name, f"a result of {result.dtype}", "torch.bool")
+    return result
+
+
+def _try_mods(r: Request) -> None:
+    """Calls the mods before anything is written: their mistakes must leave the caches alone."""
+    for b, span in enumerate(r.spans):
+        if not span.active or not span.q_len * span.keys:
+            continue
+        rows = torch.arange(span.q_len, device=r.lead.device)[-_rows_at_once(r, span) :]
+        if r.mask_mod is not None:
+            _mod(r, r.mask_mod, b, span, rows, span.keys)
+        if r.score_mod is not None:
+            score = torch.zeros(r.heads, len(rows), span.keys, device=rows.device)
+            _mod(r, r.score_mod, b, span, rows, span.keys, score)
+
+
+def _rows_at_once(r: Request, span: Span) -> int:
+    """How many query rows share one block of scores."""
+    if r.batch_invariant:
+        return 1  # a row's arithmetic must not depend on how many rows come with it
+    return max(1, _MAX_SCORES // max(1, r.heads * span.keys))

@@ -32,6 +32,12 @@ class KvattnError(Exception):
             f"Fix: {self.fix}."
         )
 
+    def renamed(self, names: dict[str, str]) -> KvattnError:
+        """The same error under the names that the caller of another function wrote."""
+        name, bracket, index = self.argument.partition("[")
+        argument = names.get(name, name) + bracket + index
+        return type(self)(argument, self.got, self.allowed, self.fix)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.argument, self.got, self.allowed, self.fix)
 

@@ -50,7 +50,7 @@ class PaddingError(ArgumentValueError):
 
     code = "KV406"
     problem = "the padding cannot be left out of the cache"
-    fix = "pad new tokens on the left (tokenizer.padding_side = 'left') and never unmask or mask later"
+    fix = "pad on the left (tokenizer.padding_side = 'left'); old columns keep their mask"
 
 
 class StepIncompleteError(KvattnError, RuntimeError):
@@ -82,7 +82,7 @@ class CropError(ArgumentValueError):
 
     code = "KV410"
     problem = "the cache cannot be cropped by that many tokens"
-    fix = "pass the negative number of tokens to drop, at most those since the last padded input"
+    fix = "pass the negative number of tokens to drop, none of them before the last padding"
 
 
 class LayerShapeError(ArgumentValueError):
