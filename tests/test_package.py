@@ -39,6 +39,8 @@ NAMES = {
 # From the top. An import points to a lower floor or stays on its own, and never goes in a circle.
 FLOORS = (
     {"cli"},
+    {"commands"},
+    {"doctor", "generation"},
     {"bench", "integrations", "models"},
     {"kvattn"},  # the public names
     {"cache", "distributed", "explanation", "testing"},
