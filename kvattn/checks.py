@@ -143,6 +143,8 @@ def _caches(raw: Any) -> None:
     if v is None:
         raise E.NotATensorError("v_cache", "None", "a tensor")
     if k is None and not raw.only_qv:
+        if not raw.attend:
+            raise E.KeyCacheMissingError("k_cache", "None", "a tensor", "pass the key cache")
         raise E.KeyCacheMissingError("k_cache", "None", "a tensor (None only with only_qv)")
     if raw.cu_seqlens_k is not None:
         _edges(raw.cu_seqlens_k, "cu_seqlens_k", E.CuSeqlensError)

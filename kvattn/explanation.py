@@ -6,9 +6,6 @@ import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from kvattn import api, backends
 from kvattn.plan import Plan
 from kvattn.request import Facts, Request

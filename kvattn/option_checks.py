@@ -69,7 +69,7 @@ def _window(window: Any, causal: bool) -> tuple[int | None, int | None]:
     allowed = "two ints >= -1, or None"
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise E.WindowSizeError("window_size", repr(window), allowed)
-    sides = []
+    sides: list[int | None] = []
     for side in window:
         if side is None:
             sides.append(None)
@@ -183,10 +183,16 @@ def _mx(raw: Any) -> None:
         raise E.MxScaleError(missing, "None", "sfq and sfk together")
     if raw.sfk is not None and raw.page_table is not None and raw.sfv is None and raw.attend:
         raise E.MxScaleError("sfv", "None", "sfv too when paged keys carry scales")
+    if raw.sfq is not None and raw.rotary_cos is not None:
+        got = "sfq together with rotary tables: a pair may span two scales"
+        raise E.MxScaleError("sfq", got, "None; rotate q before quantising it")
     for name, data in (("sfq", raw.q), ("sfk", raw.k_cache), ("sfv", raw.v_cache)):
-        scale = getattr(raw, name)
+        scale, new = getattr(raw, name), {"sfk": raw.k, "sfv": raw.v}.get(name)
         if scale is None:
             continue
+        if new is not None and new.dtype == torch.float8_e4m3fn:
+            got = f"{name} together with float8_e4m3fn new tokens: their scales are unknown"
+            raise E.MxScaleError(name, got, "16- or 32-bit new tokens, which are quantised here")
         if data is None:
             raise E.MxScaleError(name, "scales without data", "None here")
         if scale.dtype != torch.float8_e8m0fnu or data.dtype != torch.float8_e4m3fn:
@@ -280,7 +286,7 @@ def _sparse(raw: Any, count: int) -> None:
 
 def _blocks(given: Any, lead: Tensor, count: int) -> BlockSparse:
     """A `BlockSparse` or its likeness, field by field."""
-    fields = {name: getattr(given, name, None) for name in BlockSparse._fields}
+    fields: dict[str, Any] = {name: getattr(given, name, None) for name in BlockSparse._fields}
     sizes = fields["block_size"] = fields["block_size"] or (128, 128)
     fits = isinstance(sizes, (tuple, list)) and len(sizes) == 2
     if not fits or not all(type(size) is int and size > 0 for size in sizes):

@@ -60,5 +60,10 @@ def plan(facts: Facts, candidates: Sequence[Backend]) -> Plan:
             got, allowed = f"backend={wanted!r}: {reason}", ", ".join(("None", *able))
             raise E.BackendRefusesError("backend", got, allowed)
         passed.append((backend.name, reason))
+    if wanted is None:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in passed)
+        raise E.BackendRefusesError(
+            "backend", f"no backend for the call ({reasons})", "another call"
+        )
     names = ", ".join(backend.name for backend in candidates)
     raise E.UnknownBackendError("backend", repr(wanted), f"None, {names}")

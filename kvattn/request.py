@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -313,7 +314,7 @@ def _spans(r: Request) -> list[Span]:
         lengths = values.integers(r.cache_seqlens)
     elif r.cu_seqlens_k is not None:
         edges = values.integers(r.cu_seqlens_k)
-        lengths = [b - a for a, b in zip(edges, edges[1:], strict=False)]
+        lengths = [b - a for a, b in itertools.pairwise(edges)]
     else:
         lengths = [r.capacity] * count
     included = r.slot_mapping is not None  # lengths already count the new tokens
@@ -347,7 +348,7 @@ def _ranges(
         width = tensor.shape[1]
         return range(0, width * count, width) if width else [0] * count, [width] * count
     bounds = values.integers(edges)
-    return bounds[:-1], [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    return bounds[:-1], [b - a for a, b in itertools.pairwise(bounds)]
 
 
 class TensorFacts(NamedTuple):

@@ -6,6 +6,7 @@ mode, and never while a CUDA graph is being captured.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -96,7 +97,7 @@ def _edges(r: Request) -> None:
 
 def _ordered(name: str, edges: Tensor, tensor: Tensor, kind: type[E.KvattnError]) -> None:
     numbers, total = edges.tolist(), tensor.shape[0]
-    ordered = all(a <= b for a, b in zip(numbers, numbers[1:], strict=False))
+    ordered = all(a <= b for a, b in itertools.pairwise(numbers))
     if numbers[0] != 0 or not ordered or numbers[-1] > total:
         shown = numbers if len(numbers) <= 9 else [*numbers[:8], "..."]
         raise kind(name, shown, f"0 first, never decreasing, at most {total} last")
@@ -144,7 +145,7 @@ def _used_queries(r: Request) -> None:
         rooms = [r.lead.shape[1]] * r.batch
     else:
         edges = r.cu_seqlens_q.tolist()
-        rooms = [b - a for a, b in zip(edges, edges[1:], strict=False)]
+        rooms = [b - a for a, b in itertools.pairwise(edges)]
     for b, (used, room) in enumerate(zip(r.seqused_q.tolist(), rooms, strict=True)):
         if not 0 <= used <= room:
             raise E.SeqUsedError(f"seqused_q[{b}]", used, f"0 to {room}")

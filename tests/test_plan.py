@@ -289,3 +289,9 @@ def test_explain_takes_the_call_itself() -> None:
         kvattn.explain(q, k, v, dropout=0.5)
     call = inspect.signature(kvattn.flash_attn_with_kvcache).parameters
     assert set(call) <= set(inspect.signature(kvattn.explain).parameters)
+
+
+def test_tensors_without_data_are_refused_by_name() -> None:
+    cache = torch.empty(1, 8, 2, 16, device="meta")
+    with pytest.raises(kvattn.errors.BackendRefusesError, match="meta tensors hold no data"):
+        kvattn.flash_attn_with_kvcache(torch.empty(1, 1, 2, 16, device="meta"), cache, cache)

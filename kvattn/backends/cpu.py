@@ -86,10 +86,10 @@ def run(r: Request, plan: Plan) -> tuple[Tensor, Tensor] | None:
         part = work.sequence(0, r.spans[0])
         return part.out[None].to(r.out_dtype), part.lse[None].float()
     out, lse = r.outputs()
-    part = work.batch() if work.uniform() else None
-    if part is not None:
-        out[:, 0] = part.out
-        lse[:, :, 0] = part.lse.transpose(0, 1)
+    together = work.batch() if work.uniform() else None
+    if together is not None:
+        out[:, 0] = together.out
+        lse[:, :, 0] = together.lse.transpose(0, 1)
         return out, lse
     for b, span in enumerate(r.spans):
         if span.q_len == 0:
@@ -222,7 +222,7 @@ class _Work:
 
     def _tile(self, q: Tensor) -> Tensor:
         """Query rows [rows, H, D] with those of a group side by side: [1, Hk, g*rows, D]."""
-        rows, heads, dim = q.shape
+        rows, _heads, dim = q.shape
         hk, g = self.kv_heads, self.group
         if rows == 1:
             return q.reshape(1, hk, g, dim)
@@ -270,7 +270,7 @@ class _Work:
             k, v = self.keys.whole(b, span, low, high)
             bias = self._bias(b, span, rows, low, high)
             parts.append(self._wide(block, k, v, bias.expand(self.kv_heads, self.group, -1, -1)))
-        return Part(torch.cat([o for o, _ in parts]), torch.cat([l for _, l in parts], 1))
+        return Part(torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts], 1))
 
     def _bias(self, b: int, span: Span, rows: range, low: int, high: int) -> Tensor:
         """Masks and ALiBi as one additive term [Hk | 1, g | 1, rows, high - low]."""

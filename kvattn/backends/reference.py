@@ -25,8 +25,8 @@ _MAX_SCORES = 1 << 25  # scores held at once; longer queries go in blocks of row
 
 
 def refuses(facts: Facts) -> str | None:
-    """Takes everything."""
-    return None
+    """Takes everything that holds data."""
+    return "meta tensors hold no data" if facts.device == "meta" else None
 
 
 def kernel(facts: Facts) -> str:
@@ -46,12 +46,13 @@ def run(
         accum = torch.float64 if r.lead.dtype == torch.float64 else torch.float32
     out, lse = r.outputs()
     for b, span in enumerate(r.spans):
-        o, l = attend_sequence(r, b, span, accum)  # [Sq, H, Dv], [H, Sq]
-        rows = slice(span.q_start, span.q_start + span.q_len)
+        part_out, part_lse = attend_sequence(r, b, span, accum)  # [Sq, H, Dv], [H, Sq]
+        part_out = quant.cast(part_out, out.dtype)
         if r.cu_seqlens_q is None:
-            out[b, : span.q_len], lse[b, :, : span.q_len] = quant.cast(o, out.dtype), l
+            out[b, : span.q_len], lse[b, :, : span.q_len] = part_out, part_lse
         else:
-            out[rows], lse[:, rows] = quant.cast(o, out.dtype), l
+            rows = slice(span.q_start, span.q_start + span.q_len)
+            out[rows], lse[:, rows] = part_out, part_lse
     return out, lse
 
 
@@ -201,7 +202,7 @@ def attend_sequence(r: Request, b: int, span: Span, accum: torch.dtype) -> tuple
     for first in range(0, span.q_len, block):
         rows = torch.arange(first, min(first + block, span.q_len), device=device)
         parts.append(_attend_rows(r, b, span, rows, q, qv, k, v, accum))
-    return torch.cat([o for o, _ in parts]), torch.cat([l for _, l in parts], 1)
+    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts], 1)
 
 
 def _attend_rows(
