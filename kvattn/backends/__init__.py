@@ -8,11 +8,11 @@ from typing import cast
 from torch import Tensor
 
 from kvattn import plan as planning
-from kvattn.backends import cpu, reference
+from kvattn.backends import cpu, reference, triton
 from kvattn.plan import Backend, Plan
 from kvattn.request import Facts, Request
 
-BACKENDS = cast(tuple[Backend, ...], (cpu, reference))
+BACKENDS = cast(tuple[Backend, ...], (triton, cpu, reference))
 _BY_NAME = {backend.name: backend for backend in BACKENDS}
 
 

@@ -1,0 +1,49 @@
+"""The Triton backend: any GPU that Triton serves, every argument of the contract."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from kvattn.plan import Plan
+from kvattn.request import Facts, Request
+
+name = "triton"
+
+
+def refuses(facts: Facts) -> str | None:
+    """Why this backend cannot take the call, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if facts.device != "cuda" and not (interpreted and facts.device == "cpu"):
+        return f"the tensors are on {facts.device}, not on a GPU"
+    if any(t.dtype == torch.float64 for _, t in facts.tensors):
+        return "float64 is left to the reference"
+    if facts.block_sparse and facts.has("gather_kv_indices"):
+        return "block-sparse tensors together with gathered keys are left to the reference"
+    return None
+
+
+def kernel(facts: Facts) -> str:
+    if not facts.option("attend"):
+        return "append kernel"
+    append = "append kernel, then " if facts.has("k") else ""
+    layout = "paged" if facts.has("page_table") else "dense"
+    return f"{append}attention kernel over {layout} keys"
+
+
+def run(r: Request, plan: Plan) -> tuple[Tensor, Tensor] | None:
+    """Appends the new tokens, then attends. Returns (out, lse), or None for an append alone."""
+    from kvattn.backends import triton_launch as launch
+
+    if r.k is not None:
+        launch.append(r)
+    if not r.attend:
+        return None
+    out, lse = r.outputs()
+    launch.attend(r, out, lse)
+    return out, lse

@@ -1,0 +1,1 @@
+"""Triton kernels, one family a file. They know nothing of the public API."""
