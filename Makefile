@@ -5,6 +5,8 @@ READY := $(VENV)/.ready
 PINS := requirements/test.txt
 SYSTEM_PYTHON ?= python3
 ARGS ?=
+GPU_WORKERS ?= 8  # most of the time goes into compiling
+CONTRACT := $(wildcard tests/test_contract*.py)  # what every backend is held to
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -21,6 +23,8 @@ run: $(READY) ## a language model answers three prompts, its KV cache in kvattn'
 
 test: $(READY) ## all tests, on the CPU (ARGS="-k name" picks some)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 $(ARGS)
+	TRITON_INTERPRET=1 KVATTN_TEST_BACKENDS=triton OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 \
+		$(CONTRACT) $(ARGS)
 
 lint: $(READY) ## style and formatting
 	$(PYTHON) -m ruff check .
@@ -38,8 +42,9 @@ check: lint types test ## what a change has to pass
 gpu-test: ## the contract suite on this machine's GPU, from the source tree, with its own Python
 	@$(SYSTEM_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || \
 		{ echo "gpu-test: $(SYSTEM_PYTHON) has no PyTorch that sees a CUDA device; no test was run" >&2; exit 1; }
-	KVATTN_TEST_DEVICE=cuda KVATTN_TEST_BACKENDS=reference PYTHONPATH=. \
-		$(SYSTEM_PYTHON) -m pytest -p no:cacheprovider tests/test_contract*.py $(ARGS)
+	KVATTN_TEST_DEVICE=cuda KVATTN_TEST_BACKENDS=triton PYTHONPATH=. \
+		$(SYSTEM_PYTHON) -m pytest -p no:cacheprovider -n $(GPU_WORKERS) \
+		$(CONTRACT) tests/field_reports tests/test_mods.py $(ARGS)
 
 clean: ## removes the virtual environment and the tools' caches
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

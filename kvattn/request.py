@@ -109,13 +109,16 @@ class Request:
         form = None if key is None else _forms.get(key)
         if form is not None:
             request = form.fill(given)
-        else:
-            raw = SimpleNamespace(**{**_DEFAULTS, **given})
-            checks.normalise(raw)
-            checks.check(raw)
-            request = cls(**{name: getattr(raw, name) for name in _NAMES})
-            if key is not None:
-                _remember(key, request, given)
+            if request.out is not None:
+                checks.own_memory(request)
+            form.check(request)
+            return request
+        raw = SimpleNamespace(**{**_DEFAULTS, **given})
+        checks.normalise(raw)
+        checks.check(raw)
+        request = cls(**{name: getattr(raw, name) for name in _NAMES})
+        if key is not None:
+            _remember(key, request, given)
         if request.out is not None:
             checks.own_memory(request)
         values.check(request)
@@ -203,6 +206,11 @@ class Request:
         return [table[s.row, :n].tolist() for s, n in zip(self.spans, used, strict=True)]
 
     @cached_property
+    def shared(self) -> dict[str, Any]:
+        """Room for what backends derive from the index tensors' numbers alone."""
+        return {}
+
+    @cached_property
     def facts(self) -> Facts:
         return Facts.of(self)
 
@@ -232,11 +240,42 @@ _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Reque
 }
 
 
-class _Form(NamedTuple):
-    """A checked call without its tensors: calls of the same form need no structural checks."""
+class _Reading(NamedTuple):
+    """The index tensors of a checked call in plain integers, and what follows from them."""
 
-    fixed: dict[str, Any]  # scalars, and whatever follows from shapes
-    tensors: tuple[tuple[str, str], ...]  # (field, name of the argument it comes from)
+    numbers: list[Any]
+    spans: list[Span]
+    pages: list[list[int]] | None
+    shared: dict[str, Any]
+
+
+class _Form:
+    """A checked call without its tensors: calls of the same form need no structural checks.
+
+    The layers of a model make calls of one form with the same lengths and pages, step after step:
+    what was read and checked for the last call holds as long as the numbers are the same.
+    """
+
+    def __init__(
+        self, fixed: dict[str, Any], tensors: list[tuple[str, str]], index: list[str] | None
+    ) -> None:
+        self.fixed = fixed  # scalars, and whatever follows from shapes
+        self.tensors = tensors  # (field, name of the argument it comes from)
+        self.index = index  # the index tensors; None if the values are not worth remembering
+        self.last: _Reading | None = None
+
+    def check(self, r: Request) -> None:
+        """Value checks, unless they have passed for these very numbers."""
+        if self.index is None or values.strict() or not r.pool.is_cpu:
+            values.check(r)
+            return
+        numbers = [getattr(r, field).tolist() for field in self.index]
+        last = self.last
+        if last is None or last.numbers != numbers:
+            values.check(r)
+            pages = r.pages if r.page_table is not None else None
+            last = self.last = _Reading(numbers, r.spans, pages, {})
+        r.__dict__.update(spans=last.spans, pages=last.pages, shared=last.shared)
 
     def fill(self, given: dict[str, Any]) -> Request:
         request = object.__new__(Request)
@@ -250,6 +289,11 @@ class _Form(NamedTuple):
 
 _forms: dict[tuple[Any, ...], _Form] = {}
 _MAX_FORMS = 4096
+_MAX_NUMBERS = 4096
+_INDEX = (
+    *("cache_seqlens", "cache_batch_idx", "cache_leftpad", "page_table", "cu_seqlens_q"),
+    *("cu_seqlens_k", "cu_seqlens_k_new", "seqused_q", "rotary_seqlens", "slot_mapping"),
+)
 _PLAIN = frozenset((bool, int, float, str))
 _MEMBERS = _PLAIN | {type(None)}
 _BY_SHAPE = (
@@ -299,7 +343,11 @@ def _remember(key: tuple[Any, ...], r: Request, given: dict[str, Any]) -> None:
         fixed |= {name: getattr(r, name) for name in _BY_SHAPE}
     if len(_forms) >= _MAX_FORMS:
         _forms.clear()
-    _forms[key] = _Form(fixed, tuple(tensors))
+    index: list[str] | None = [name for name, _ in tensors if name in _INDEX]
+    large = any(getattr(r, name).numel() > _MAX_NUMBERS for name in index or ())
+    if large or not r.attend or r.gather_kv_indices is not None:
+        index = None
+    _forms[key] = _Form(fixed, tensors, index)
 
 
 def _spans(r: Request) -> list[Span]:

@@ -50,6 +50,11 @@ def readable(tensor: Tensor) -> bool:
     return kind != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
+def strict() -> bool:
+    """Whether checked mode is on."""
+    return _checked.get()
+
+
 def integers(tensor: Tensor | None) -> list[int]:
     """The numbers of an index tensor; empty for None."""
     return [] if tensor is None else tensor.tolist()

@@ -21,6 +21,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import interpreter  # noqa: F401  repairs Triton's interpreter before any kernel is imported
+
 if find_spec("hypothesis"):
     from hypothesis import settings
 

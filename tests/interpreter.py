@@ -113,9 +113,16 @@ def install() -> None:
 
     interpreter._patch_lang_tensor = patch_tensor
 
+    patched: set[int] = set()
+
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # The launch has patched triton.language; the library's own functions look at its core.
+        sees_core = any(value is tl.core for value in self.fn.__globals__.values())
+        if sees_core and id(tl.core) not in patched:
+            interpreter._patch_lang(self.fn)
+            patched.add(id(tl.core))
         try:
-            return self.rewrite()(*args, **kwargs)  # the kernel's launch has patched the language
+            return self.rewrite()(*args, **kwargs)
         except Exception as error:
             raise InterpreterError(repr(error)) from error
 

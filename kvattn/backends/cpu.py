@@ -21,6 +21,7 @@ from kvattn.request import Facts, Request, Span
 
 name = "cpu"
 _FEW_ROWS = 16  # up to here the rows of a group share one tile and keys come in pieces
+_FIRST_ROW = range(1)
 _ROW_BLOCK = 128  # rows that share a mask, so that a window costs what it shows
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -82,15 +83,9 @@ def run(r: Request, plan: Plan) -> tuple[Tensor, Tensor] | None:
         return None
     assert q is not None
     work = _Work(r, q)
-    if r.batch == 1 and r.out is None and r.cu_seqlens_q is None and r.seqused_q is None:
-        part = work.sequence(0, r.spans[0])
-        return part.out[None].to(r.out_dtype), part.lse[None].float()
+    if work.one_token():
+        return work.tokens()
     out, lse = r.outputs()
-    together = work.batch() if work.uniform() else None
-    if together is not None:
-        out[:, 0] = together.out
-        lse[:, :, 0] = together.lse.transpose(0, 1)
-        return out, lse
     for b, span in enumerate(r.spans):
         if span.q_len == 0:
             continue
@@ -126,30 +121,61 @@ class _Work:
         self.kv_heads = r.kv_heads
         self.group = r.heads // r.kv_heads
 
-    def uniform(self) -> bool:
-        """Whether a dense batch of equal one-token sequences can go in one kernel call."""
+    def one_token(self) -> bool:
+        """Whether every sequence has one query row and nothing is added to its logits."""
         r = self.r
-        if r.batch < 2 or self.scaled or r.alibi_slopes is not None or not self.keys.dense:
-            return False
-        if r.cu_seqlens_q is not None or r.seqused_q is not None or r.cache_batch_idx is not None:
-            return False
-        first = r.spans[0]
-        alike = all(s.active and (s.start, s.end) == (first.start, first.end) for s in r.spans)
-        return alike and first.q_len == 1 and self.keys.small(first.keys)
+        padded = r.cu_seqlens_q is None and r.seqused_q is None and self.q.shape[1] == 1
+        return padded and r.alibi_slopes is None and not self.scaled and r.batch > 0
 
-    def batch(self) -> Part | None:
-        """All sequences of a uniform batch at once, one row each; None if that is not sound."""
-        span = self.r.spans[0]
-        low, high = _reach(self.r, span, range(1))
-        q = self.q[:, 0]
-        if high <= low:
-            return self._sinks(self._empty(q))
-        k, v = self.keys.every(span.start + low, span.start + high)
-        tile = q.to(self.dtype).unflatten(1, (self.kv_heads, self.group))
-        out, lse = _call(tile, k, v, self.r.softmax_scale)
-        if not bool(lse.reciprocal().isfinite().all()):
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """out and lse of a batch of single tokens, with as few calls into torch as can be."""
+        r = self.r
+        count, heads, dim = r.batch, r.heads, self.q.shape[-1]
+        tiles = self.q.reshape(count, self.kv_heads, self.group, dim)
+        tiles = tiles if tiles.dtype == self.dtype else tiles.to(self.dtype)
+        if count == 1 and r.out is None:
+            out, lse = self._token(0, r.spans[0], tiles)
+            out = out.reshape(1, 1, heads, dim)
+            return out if out.dtype == r.out_dtype else out.to(r.out_dtype), lse.reshape(1, heads, 1)
+        together = self._together(tiles)
+        out, lse = r.outputs()
+        for b, span in enumerate(r.spans):
+            if together is not None:
+                tile_out, tile_lse = together[0][b], together[1][b]
+            else:
+                tile_out, tile_lse = self._token(b, span, tiles[b : b + 1])
+            out[b].copy_(tile_out.reshape(1, heads, dim))
+            if r.return_lse:
+                lse[b].copy_(tile_lse.reshape(heads, 1))
+        return out, lse
+
+    def _token(self, b: int, span: Span, tile: Tensor) -> tuple[Tensor, Tensor]:
+        """out and lse of one query token; tile is [1, Hk, g, D]."""
+        low, high = _reach(self.r, span, _FIRST_ROW) if span.active else (0, 0)
+        if high > low:
+            outs, lses = [], []
+            for k, v, _, _ in self.keys.pieces(b, span, low, high):
+                out, lse = _fused(tile, k, v, 0.0, False, scale=self.r.softmax_scale)
+                outs.append(out)
+                lses.append(lse)
+            out, lse = _merge(outs, lses)
+            if self.r.sinks is None and _finite(lse):
+                return out, lse.float()
+        part = self.sequence(b, span)
+        return part.out, part.lse.float()
+
+    def _together(self, tiles: Tensor) -> tuple[Tensor, Tensor] | None:
+        """One kernel call for a dense batch of equal, short sequences; None for others."""
+        r, span = self.r, self.r.spans[0]
+        if not self.keys.dense or r.sinks is not None or r.cache_batch_idx is not None:
             return None
-        return self._sinks(Part(out.flatten(1, 2), lse.flatten(1, 2).transpose(0, 1)))
+        alike = all(s.active and (s.start, s.end) == (span.start, span.end) for s in r.spans)
+        low, high = _reach(r, span, _FIRST_ROW)
+        if not alike or high <= low or not self.keys.small(span.keys):
+            return None
+        k, v = self.keys.every(span.start + low, span.start + high)
+        out, lse = _fused(tiles, k, v, 0.0, False, scale=r.softmax_scale)
+        return (out, lse) if _finite(lse) else None
 
     def sequence(self, b: int, span: Span) -> Part:
         """One sequence: out and lse of all its rows."""
@@ -310,10 +336,14 @@ def _sound(part: Part) -> bool:
     The kernel gives an lse of 0 to rows whose logits are all -inf, NaN to rows with one of +inf,
     and adds masked values times 0. Such results, and some honest ones, are computed once more.
     """
-    sound = part.lse.reciprocal().isfinite().all()
-    if part.out.shape[0] > 1:
-        sound = sound & part.out.isfinite().all()
-    return bool(sound)
+    return _finite(part.lse) and (part.out.shape[0] == 1 or bool(part.out.isfinite().all()))
+
+
+def _finite(lse: Tensor) -> bool:
+    """Whether every row has an honest lse: finite and not 0, or -inf for a row without keys."""
+    if lse.numel() <= 64:
+        return all(-math.inf <= x < math.inf and x != 0.0 for x in lse.flatten().tolist())
+    return bool(lse.reciprocal().isfinite().all())
 
 
 def _plain_causal(r: Request) -> bool:

@@ -38,7 +38,13 @@ def _padded(r: Request) -> Tensor | None:
         return _rotated_query(r)
     if r.rotary_cos is not None:
         q, k = _rotate_both(r, k)
-    index = _slots(r, k.shape[1])
+    if k.shape[0] == 1 and k.shape[1] == 1:
+        for token, cache in ((k, r.k_cache), (r.v, r.v_cache)):
+            _slot(r, cache).copy_(token)
+        return q
+    index = r.shared.get("slots")
+    if index is None:
+        index = r.shared["slots"] = _slots(r, k.shape[1])
     for tokens, cache in ((k, r.k_cache), (r.v, r.v_cache)):
         if cache.dtype in quant.FP8:  # indexed writes of FP8 are not implemented on the CPU
             tokens, cache = tokens.view(torch.uint8), cache.view(torch.uint8)
@@ -47,6 +53,17 @@ def _padded(r: Request) -> Tensor | None:
         else:
             cache[index // r.page_size, index % r.page_size] = tokens.flatten(0, 1)
     return q
+
+
+def _slot(r: Request, cache: Tensor) -> Tensor:
+    """The place of the one new token of a batch of one, [1, 1, Hk, D]."""
+    span = r.spans[0]
+    block, row = span.row, span.old
+    if r.page_table is not None:
+        block, row = r.pages[0][row // r.page_size], row % r.page_size
+    first, token, head, unit = cache.stride()
+    start = cache.storage_offset() + block * first + row * token
+    return cache.as_strided((1, 1, *cache.shape[2:]), (0, 0, head, unit), start)
 
 
 def _slots(r: Request, count: int) -> Tensor:
@@ -71,16 +88,17 @@ def _slots(r: Request, count: int) -> Tensor:
 def _rotate_both(r: Request, k: Tensor) -> tuple[Tensor | None, Tensor]:
     """q and k rotated; in one pass where every query stands at the place of its key."""
     assert r.rotary_cos is not None and r.rotary_sin is not None
-    bases = [span.old for span in r.spans]
-    if r.rotary_seqlens is not None:
-        bases = r.rotary_seqlens.tolist()
-    steps, first = k.shape[1], bases[0]
-    if bases.count(first) == len(bases):
-        cos, sin = (t.narrow(0, first, steps)[:, None] for t in (r.rotary_cos, r.rotary_sin))
+    steps = k.shape[1]
+    where = r.shared.get("positions")
+    if where is None:
+        where = r.shared["positions"] = _positions(r, steps)
+    if isinstance(where, int):
+        cos, sin = r.rotary_cos.narrow(0, where, steps), r.rotary_sin.narrow(0, where, steps)
+        if steps > 1:
+            cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     else:
-        at = torch.tensor([base + t for base in bases for t in range(steps)])
-        shape = (len(bases), steps, 1, -1)
-        cos, sin = (t.index_select(0, at).view(shape) for t in (r.rotary_cos, r.rotary_sin))
+        shape = (k.shape[0], steps, 1, -1)
+        cos, sin = (t.index_select(0, where).view(shape) for t in (r.rotary_cos, r.rotary_sin))
     q = r.q
     together = (
         q is not None
@@ -94,6 +112,16 @@ def _rotate_both(r: Request, k: Tensor) -> tuple[Tensor | None, Tensor]:
     both = turn(torch.cat((q, k), 2), cos, sin, r.rotary_interleaved)
     heads = q.shape[2]
     return both.narrow(2, 0, heads), both.narrow(2, heads, k.shape[2])
+
+
+def _positions(r: Request, steps: int) -> int | Tensor:
+    """The table rows of the new tokens: the first one if all sequences share it, else all."""
+    bases = [span.old for span in r.spans]
+    if r.rotary_seqlens is not None:
+        bases = r.rotary_seqlens.tolist()
+    if bases.count(bases[0]) == len(bases):
+        return bases[0]
+    return torch.tensor([base + t for base in bases for t in range(steps)])
 
 
 def _rotated_query(r: Request) -> Tensor | None:

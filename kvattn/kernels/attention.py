@@ -304,10 +304,10 @@ def attention(
             if PAGES is None or ALIGNED:  # the tile's rows follow each other in memory
                 if PAGES is None:
                     page = line
-                    row_first = (n + start).to(tl.int64) + shift
+                    row_first = n + start + shift
                 else:
                     page = tl.load(PAGES + line * table_stride + n // PAGE).to(tl.int64)
-                    row_first = (n % PAGE).to(tl.int64)
+                    row_first = n % PAGE + b * 0
                     if not PLAIN or phase != 1:
                         ok = ok & (page >= 0) & (page < blocks)
                     page = tl.minimum(tl.maximum(page, 0), blocks - 1)

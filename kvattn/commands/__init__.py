@@ -1,0 +1,1 @@
+"""The commands behind `kvattn`: one file each, all put together in `kvattn.cli`."""

@@ -1,0 +1,1 @@
+"""Adapters for other libraries; each imports its library, so none is imported by default."""

@@ -1,0 +1,69 @@
+"""What kvattn takes from Transformers, and what differs between its releases, all in one place.
+
+The argument for the cache is called `cache` from 5.24 on, `past_key_values` before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from kvattn.errors.transformers_kinds import TransformersNotInstalledError, TransformersTooOldError
+
+OLDEST = (5, 17)
+
+
+def installed() -> tuple[int, int]:
+    """Major and minor number of the installed release.
+
+    Raises:
+        TransformersNotInstalledError, TransformersTooOldError: there is none, or not one that fits.
+    """
+    try:
+        from transformers import __version__ as version
+    except ImportError as error:
+        got = f"no package 'transformers' ({error})"
+        raise TransformersNotInstalledError(
+            "transformers", got, f"{_name(OLDEST)} or newer"
+        ) from None
+    major, minor = (int(number) for number in re.findall(r"\d+", version)[:2])
+    if (major, minor) < OLDEST:
+        raise TransformersTooOldError("transformers", version, f"{_name(OLDEST)} or newer")
+    return major, minor
+
+
+def _name(release: tuple[int, int]) -> str:
+    return ".".join(map(str, release))
+
+
+# Only what every release from OLDEST on has may be imported here, and only after the check.
+CACHE_ARGUMENT = "cache" if installed() >= (5, 24) else "past_key_values"
+
+
+from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
+from transformers.cache_utils import Cache, CacheLayerMixin  # noqa: E402
+from transformers.masking_utils import (  # noqa: E402
+    causal_mask_function,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
+
+__all__ = [
+    "CACHE_ARGUMENT",
+    "OLDEST",
+    "AttentionInterface",
+    "AttentionMaskInterface",
+    "Cache",
+    "CacheLayerMixin",
+    "cache_of",
+    "causal_mask_function",
+    "installed",
+    "sdpa_mask",
+    "sliding_window_causal_mask_function",
+]
+
+
+def cache_of(keywords: Mapping[str, Any]) -> Any:
+    """The cache among the keywords of an attention module's forward, or None."""
+    return keywords.get(CACHE_ARGUMENT)
