@@ -49,6 +49,33 @@ def attend(**arguments: Any) -> tuple[Tensor, Tensor]:
     return result
 
 
+class Step:
+    """The attention calls of one forward pass: checked for the first layer, repeated for the rest.
+
+    For adapters that own the lengths, pages and rotary tables of a step and keep them as they are
+    until it is over. Calls are told apart by their scalar arguments; a layer whose tensors differ
+    in form from the first one's is checked by itself.
+    """
+
+    def __init__(self) -> None:
+        self._checked: dict[Any, Request] = {}
+
+    def attend(
+        self, index: dict[str, Any], layer: dict[str, Any], options: dict[str, Any]
+    ) -> Tensor:
+        """out of one layer: index tensors of the step, tensors of the layer, scalar options."""
+        key = (*options.items(), *map(id, index.values()))
+        first = self._checked.get(key)
+        request = None if first is None else first.again(**layer)
+        if request is None:
+            request = Request.of(**index, **layer, **options)
+            request.__dict__["shared"] = {**request.shared, "one step": True}
+            self._checked[key] = request
+        result = execute(request)
+        assert result is not None
+        return result[0]
+
+
 def append(**arguments: Any) -> None:
     """Checks and runs an append without attention."""
     if torch.compiler.is_compiling():

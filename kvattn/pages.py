@@ -32,6 +32,11 @@ class PagePool:
             pages += self._claim(self._best_start(missing), missing)
         return pages
 
+    def spread(self, count: int) -> list[int]:
+        """Where ``count`` newcomers may start: at equal distances in the widest gap."""
+        gap, width = self._widest_gap()
+        return [gap + i * (width // count) for i in range(count)]
+
     def hold(self, pages: Iterable[int]) -> None:
         """Counts one more table that holds each of ``pages``."""
         for page in pages:
@@ -61,6 +66,12 @@ class PagePool:
 
     def _best_start(self, count: int) -> int:
         """The middle of the widest gap, so that the newcomer and its neighbour can both grow."""
+        gap, width = self._widest_gap()
+        spare = max(width - count, 0)
+        return gap + spare // 2 if gap else 0
+
+    def _widest_gap(self) -> tuple[int, int]:
+        """First page and size of the longest run of free pages."""
         starts, width = self._free, 1  # bit p of starts: pages p .. p + width - 1 are free
         while longer := starts & (starts >> width):
             starts, width = longer, 2 * width
@@ -68,9 +79,7 @@ class PagePool:
         while step := step // 2:
             if longer := starts & (starts >> step):
                 starts, width = longer, width + step
-        gap = (starts & -starts).bit_length() - 1
-        spare = max(width - count, 0)
-        return gap + spare // 2 if gap else 0
+        return (starts & -starts).bit_length() - 1, width
 
 
 def _runs(pages: Iterable[int]) -> Iterator[tuple[int, int]]:

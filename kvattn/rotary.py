@@ -7,6 +7,8 @@ from torch import Tensor
 
 from kvattn import quant
 
+Factors = tuple[Tensor, Tensor]
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
     """Rotates the first R = 2 * cos.shape[1] channels of x by its positions.
@@ -20,18 +22,28 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """The same with a table row per token already chosen: cos and sin broadcast to (..., R / 2)."""
-    half, dim = cos.shape[-1], x.shape[-1]
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    part = x if 2 * half == dim else x.narrow(-1, 0, 2 * half)
-    if x.dtype != wide:
-        part = part.to(wide)
+    return turn_by(x, factors(cos, sin, x.dtype, interleaved), interleaved)
+
+
+def factors(cos: Tensor, sin: Tensor, dtype: torch.dtype, interleaved: bool) -> Factors:
+    """What both channels of a pair are multiplied by, for tokens of `dtype`."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
     if cos.dtype != wide:
         cos, sin = cos.to(wide), sin.to(wide)
-    axis, pair = (-1, (half, 2)) if interleaved else (-2, (2, half))
-    pairs = part.view(*part.shape[:-1], *pair)
-    # (x1, x2) cos + (x2, x1) (-sin, sin): the products and sums of the formula, in fewer calls
-    crossed = pairs.flip(axis) * torch.stack((sin.neg(), sin), axis)
-    turned = (pairs * cos.unsqueeze(axis)).add_(crossed).flatten(-2)
+    axis = -1 if interleaved else -2
+    return cos.unsqueeze(axis), torch.stack((sin.neg(), sin), axis)
+
+
+def turn_by(x: Tensor, by: Factors, interleaved: bool) -> Tensor:
+    """(x1, x2) cos + (x2, x1) (-sin, sin): the products and sums of the formula, in few calls."""
+    cos, crossing = by
+    axis = -1 if interleaved else -2
+    half, dim = crossing.shape[-2 if interleaved else -1], x.shape[-1]
+    part = x if 2 * half == dim else x.narrow(-1, 0, 2 * half)
+    if x.dtype != cos.dtype:
+        part = part.to(cos.dtype)
+    pairs = part.view(*part.shape[:-1], *((half, 2) if interleaved else (2, half)))
+    turned = (pairs * cos).add_(pairs.flip(axis) * crossing).flatten(-2)
     if turned.dtype != x.dtype:
         turned = quant.cast(turned, x.dtype)
     if 2 * half == dim:

@@ -364,10 +364,14 @@ class PageTables:
         plan = self._plan_growth(ends)
         originals: list[int] = []
         copies: list[int] = []
+        new = [seq for seq, _, missing in plan if missing and not self._live[seq].pages]
+        # Sequences that start together lie at equal distances: one strided view holds them all.
+        starts = dict(zip(new, self._pool.spread(len(new)), strict=True)) if len(new) > 1 else {}
         for seq, copied, missing in plan:
             sequence = self._live[seq]
             pages, at = sequence.pages, len(sequence.pages)
-            fresh = self._pool.take(copied + missing, None if copied or not pages else pages[-1])
+            after = starts[seq] - 1 if seq in starts else pages[-1] if pages else None
+            fresh = self._pool.take(copied + missing, None if copied else after)
             if copied:
                 at = sequence.length // self.page_size
                 originals.append(pages[at])

@@ -24,5 +24,8 @@ def plan_for(facts: Facts) -> Plan:
 
 def execute(r: Request) -> tuple[Tensor, Tensor] | None:
     """Plans and runs: (out, lse), or None for an append alone."""
-    plan = plan_for(r.facts)
+    facts = r.facts
+    plan = facts.__dict__.get("plan")  # calls of one form share their facts
+    if plan is None:
+        plan = facts.__dict__["plan"] = plan_for(facts)
     return _BY_NAME[plan.backend].run(r, plan)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvattn import quant
 from kvattn.backends import cpu_append, reference
-from kvattn.backends.cpu_keys import Keys
+from kvattn.backends.cpu_keys import Keys, reach
 from kvattn.plan import Plan
 from kvattn.request import Facts, Request, Span
 
@@ -136,7 +136,9 @@ class _Work:
         if count == 1 and r.out is None:
             out, lse = self._token(0, r.spans[0], tiles)
             out = out.reshape(1, 1, heads, dim)
-            return out if out.dtype == r.out_dtype else out.to(r.out_dtype), lse.reshape(1, heads, 1)
+            return out if out.dtype == r.out_dtype else out.to(r.out_dtype), lse.reshape(
+                1, heads, 1
+            )
         together = self._together(tiles)
         out, lse = r.outputs()
         for b, span in enumerate(r.spans):
@@ -151,7 +153,7 @@ class _Work:
 
     def _token(self, b: int, span: Span, tile: Tensor) -> tuple[Tensor, Tensor]:
         """out and lse of one query token; tile is [1, Hk, g, D]."""
-        low, high = _reach(self.r, span, _FIRST_ROW) if span.active else (0, 0)
+        low, high = reach(self.r, span, _FIRST_ROW) if span.active else (0, 0)
         if high > low:
             outs, lses = [], []
             for k, v, _, _ in self.keys.pieces(b, span, low, high):
@@ -165,12 +167,31 @@ class _Work:
         return part.out, part.lse.float()
 
     def _together(self, tiles: Tensor) -> tuple[Tensor, Tensor] | None:
-        """One kernel call for a dense batch of equal, short sequences; None for others."""
+        """One kernel call for a batch whose caches one strided view holds; None for others."""
+        return self._strided(tiles) if self.r.paged else self._equal(tiles)
+
+    def _strided(self, tiles: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Sequences of neighbouring pages that start at equal distances, as a cache places them."""
+        r = self.r
+        if r.sinks is not None:
+            return None
+        place = r.shared.get("strided")
+        if place is None:
+            place = r.shared["strided"] = self.keys.strided() or ()
+        if not place:
+            return None
+        k, v = self.keys.every_strided(place)
+        out, lse = _fused(tiles, k, v, 0.0, False, attn_mask=place.bias, scale=r.softmax_scale)
+        # What lies behind the shorter sequences may be NaN: then each is computed by itself.
+        return (out, lse) if _finite(lse) and math.isfinite(float(out.sum())) else None
+
+    def _equal(self, tiles: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Dense rows of one length."""
         r, span = self.r, self.r.spans[0]
         if not self.keys.dense or r.sinks is not None or r.cache_batch_idx is not None:
             return None
         alike = all(s.active and (s.start, s.end) == (span.start, span.end) for s in r.spans)
-        low, high = _reach(r, span, _FIRST_ROW)
+        low, high = reach(r, span, _FIRST_ROW)
         if not alike or high <= low or not self.keys.small(span.keys):
             return None
         k, v = self.keys.every(span.start + low, span.start + high)
@@ -188,7 +209,7 @@ class _Work:
         if not span.active or span.q_len == 0:  # the fused kernel divides by the rows
             return self._empty(q)
         rows = range(span.q_len)
-        low, high = _reach(r, span, rows)
+        low, high = reach(r, span, rows)
         if high <= low:
             return self._sinks(self._empty(q))
         q = self._scaled_query(q, b)
@@ -289,7 +310,7 @@ class _Work:
         for first in range(0, span.q_len, _ROW_BLOCK):
             rows = range(first, min(first + _ROW_BLOCK, span.q_len))
             block = q[rows.start : rows.stop]
-            low, high = _reach(self.r, span, rows)
+            low, high = reach(self.r, span, rows)
             if high <= low:
                 parts.append(self._empty(block))
                 continue
@@ -350,19 +371,6 @@ def _plain_causal(r: Request) -> bool:
     """Whether the kernel's own causal mask is all there is; it scales that mask's -inf too."""
     alone = r.window[0] is None and r.attention_chunk == 0 and r.alibi_slopes is None
     return r.causal and alone and r.softmax_scale > 0
-
-
-def _reach(r: Request, span: Span, rows: range) -> tuple[int, int]:
-    """First and one past the last logical key that any of these rows can see."""
-    shift = span.keys - span.q_len
-    first, last = rows.start + shift, rows.stop - 1 + shift
-    left, right = r.window
-    low = 0 if left is None else max(0, first - left)
-    high = span.keys if right is None else min(span.keys, last + right + 1)
-    if r.attention_chunk > 0:
-        chunk = r.attention_chunk
-        low, high = max(low, first // chunk * chunk), min(high, (last // chunk + 1) * chunk)
-    return low, high
 
 
 def _call(

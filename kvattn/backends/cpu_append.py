@@ -8,7 +8,7 @@ from torch import Tensor
 from kvattn import quant
 from kvattn.backends import reference
 from kvattn.request import Request
-from kvattn.rotary import turn
+from kvattn.rotary import Factors, factors, turn_by
 
 
 def append(r: Request) -> Tensor | None:
@@ -88,6 +88,29 @@ def _slots(r: Request, count: int) -> Tensor:
 def _rotate_both(r: Request, k: Tensor) -> tuple[Tensor | None, Tensor]:
     """q and k rotated; in one pass where every query stands at the place of its key."""
     assert r.rotary_cos is not None and r.rotary_sin is not None
+    by = r.shared.get("factors")
+    if by is None:
+        by = _factors(r, k)
+        if r.shared.get("one step"):  # the tables stay as they are while its layers run
+            r.shared["factors"] = by
+    q, pairing = r.q, r.rotary_interleaved
+    together = (
+        q is not None
+        and r.cu_seqlens_q is None
+        and q.shape[1] == k.shape[1]
+        and q.dtype == k.dtype
+        and (r.local or k.shape[1] == 1)
+    )
+    if not together or q is None:
+        return _rotated_query(r), turn_by(k, by, pairing)
+    both = turn_by(torch.cat((q, k), 2), by, pairing)
+    heads = q.shape[2]
+    return both.narrow(2, 0, heads), both.narrow(2, heads, k.shape[2])
+
+
+def _factors(r: Request, k: Tensor) -> Factors:
+    """The rotary factors of the new keys, one row per token."""
+    assert r.rotary_cos is not None and r.rotary_sin is not None
     steps = k.shape[1]
     where = r.shared.get("positions")
     if where is None:
@@ -99,19 +122,7 @@ def _rotate_both(r: Request, k: Tensor) -> tuple[Tensor | None, Tensor]:
     else:
         shape = (k.shape[0], steps, 1, -1)
         cos, sin = (t.index_select(0, where).view(shape) for t in (r.rotary_cos, r.rotary_sin))
-    q = r.q
-    together = (
-        q is not None
-        and r.cu_seqlens_q is None
-        and q.shape[1] == steps
-        and q.dtype == k.dtype
-        and (r.local or steps == 1)
-    )
-    if not together or q is None:
-        return _rotated_query(r), turn(k, cos, sin, r.rotary_interleaved)
-    both = turn(torch.cat((q, k), 2), cos, sin, r.rotary_interleaved)
-    heads = q.shape[2]
-    return both.narrow(2, 0, heads), both.narrow(2, heads, k.shape[2])
+    return factors(cos, sin, k.dtype, r.rotary_interleaved)
 
 
 def _positions(r: Request, steps: int) -> int | Tensor:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvattn import ops
 from kvattn.cache import PagedKVCache
 from kvattn.errors.cache_kinds import CacheLimitError
 from kvattn.errors.option_kinds import RequiresGradError
@@ -57,6 +58,7 @@ class Step:
         hidden: the same for all columns so far.
         solid: no row has padding behind its first token.
         packed: which columns are tokens; None if all are.
+        calls: the attention calls of its layers, which share their checks.
     """
 
     pages: PagedKVCache
@@ -68,6 +70,7 @@ class Step:
     hidden: list[int]
     solid: bool
     packed: Packed | None = None
+    calls: ops.Step = field(default_factory=ops.Step)
     _rotary: dict[int, tuple[Tensor, dict[str, Any]]] = field(default_factory=dict)
 
     def pack(self, x: Tensor) -> Tensor:

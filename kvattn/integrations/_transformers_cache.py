@@ -70,6 +70,8 @@ class KvattnLayer(CacheLayerMixin):
             options |= step.rotary(*rotary)
         if grid is not None:
             options |= step.grid(grid, "softcap" in options)
+        if grid is None and step.packed is None and self._plain():
+            return self._repeat(step, query, key, value, options)
         if step.packed is not None:
             query, key, value = step.pack(query), step.pack(key), step.pack(value)
             options["cu_seqlens_q"] = options["cu_seqlens_k_new"] = step.packed.edges
@@ -85,6 +87,26 @@ class KvattnLayer(CacheLayerMixin):
             **options,
         )
         return step.unpack(out)
+
+    def _plain(self) -> bool:
+        """Whether nobody watches the call: then the step's layers share its checks."""
+        unwatched = self.call is flash_attn_with_kvcache and not torch.compiler.is_compiling()
+        return unwatched and not torch.is_grad_enabled()
+
+    def _repeat(
+        self, step: Step, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+    ) -> Tensor:
+        """The call of this layer, as one of several alike in the step."""
+        k_cache, v_cache, descales = step.memory[self.index]
+        index = {"cache_seqlens": step.before, "page_table": step.table}
+        for name in ("rotary_cos", "rotary_sin", "rotary_seqlens"):
+            if name in options:
+                index[name] = options.pop(name)
+        layer = {"q": query, "k": key, "v": value, "k_cache": k_cache, "v_cache": v_cache}
+        layer |= descales
+        if "sinks" in options:
+            layer["sinks"] = options.pop("sinks")
+        return step.calls.attend(index, layer, options)
 
     def _join(self, key: Tensor, value: Tensor, columns: Tensor | None) -> Step:
         """The current step, or a new one if this layer has had its turn in the current one."""
