@@ -133,13 +133,12 @@ class _Work:
         count, heads, dim = r.batch, r.heads, self.q.shape[-1]
         tiles = self.q.reshape(count, self.kv_heads, self.group, dim)
         tiles = tiles if tiles.dtype == self.dtype else tiles.to(self.dtype)
-        if count == 1 and r.out is None:
-            out, lse = self._token(0, r.spans[0], tiles)
-            out = out.reshape(1, 1, heads, dim)
-            return out if out.dtype == r.out_dtype else out.to(r.out_dtype), lse.reshape(
-                1, heads, 1
-            )
-        together = self._together(tiles)
+        together = self._together(tiles) if count > 1 else self._token(0, r.spans[0], tiles)
+        if together is not None and r.out is None:
+            out, lse = together
+            out = out.reshape(count, 1, heads, dim)
+            lse = lse.reshape(count, heads, 1).float() if r.return_lse else lse
+            return out if out.dtype == r.out_dtype else out.to(r.out_dtype), lse
         out, lse = r.outputs()
         for b, span in enumerate(r.spans):
             if together is not None:
@@ -363,7 +362,9 @@ def _sound(part: Part) -> bool:
 def _finite(lse: Tensor) -> bool:
     """Whether every row has an honest lse: finite and not 0, or -inf for a row without keys."""
     if lse.numel() <= 64:
-        return all(-math.inf <= x < math.inf and x != 0.0 for x in lse.flatten().tolist())
+        numbers = lse.flatten().tolist()
+        total = sum(numbers)
+        return total == total and total != math.inf and 0.0 not in numbers
     return bool(lse.reciprocal().isfinite().all())
 
 
