@@ -17,9 +17,9 @@ help:
 
 run: $(READY) ## a language model answers three prompts, its KV cache in kvattn's pages
 	$(VENV)/bin/kvattn generate --verify \
-		"The capital of France is" \
+		"What is the capital of France?" \
 		"Explain in one sentence what a cache is." \
-		"Write two lines about the sea."
+		"Why is the sky blue?"
 
 test: $(READY) ## all tests, on the CPU (ARGS="-k name" picks some)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 $(ARGS)

@@ -38,7 +38,7 @@ def run(
 ) -> tuple[Tensor, Tensor] | None:
     """Appends the new tokens, then attends. Returns (out, lse), or None for an append alone."""
     if r.k is not None:
-        _try_mods(r)
+        try_mods(r)
         append(r)
     if not r.attend:
         return None
@@ -411,7 +411,7 @@ def _mod(
     return result
 
 
-def _try_mods(r: Request) -> None:
+def try_mods(r: Request) -> None:
     """Calls the mods before anything is written: their mistakes must leave the caches alone."""
     for b, span in enumerate(r.spans):
         if not span.active or not span.q_len * span.keys:

@@ -8,6 +8,8 @@ import os
 import torch
 from torch import Tensor
 
+from kvattn import values
+from kvattn.backends import reference
 from kvattn.plan import Plan
 from kvattn.request import Facts, Request
 
@@ -40,6 +42,8 @@ def run(r: Request, plan: Plan) -> tuple[Tensor, Tensor] | None:
     """Appends the new tokens, then attends. Returns (out, lse), or None for an append alone."""
     from kvattn.backends import triton_launch as launch
 
+    if (r.score_mod is not None or r.mask_mod is not None) and values.readable(r.pool):
+        reference.try_mods(r)  # a table of the wrong shape would read as zeros
     if r.k is not None:
         launch.append(r)
     if not r.attend:

@@ -122,14 +122,14 @@ def _token(
         wide = x.to(tl.float32)
         if SCALING == 1:
             factor = tl.load(SCALE + owner * scale_strides[0] + head * scale_strides[1])
-            wide = tl.div_rn(wide, factor + 0.0 * wide)
+            wide = tl.div_rn(wide, factor + tl.zeros([DP], tl.float32))
         elif SCALING == 2:
             LIMIT: tl.constexpr = 448.0 if KIND == 1 else (57344.0 if KIND == 2 else 127.0)
             factor = tl.div_rn(tl.max(_size(wide, inside), 0), LIMIT)
             factor = tl.where(factor > 0, factor, 1.0)
             at = block * scale_strides[0] + offset * scale_strides[1] + head * scale_strides[2]
             tl.store(SCALE + at, factor, mask=keep)
-            wide = tl.div_rn(wide, factor + 0.0 * wide)
+            wide = tl.div_rn(wide, factor + tl.zeros([DP], tl.float32))
         if MX:
             amax = tl.max(tl.reshape(_size(wide, inside), (DP // 32, 32)), 1)
             exponent = _mx_exponent(amax)
