@@ -44,7 +44,7 @@ gpu-test: ## the contract suite on this machine's GPU, from the source tree, wit
 		{ echo "gpu-test: $(SYSTEM_PYTHON) has no PyTorch that sees a CUDA device; no test was run" >&2; exit 1; }
 	KVATTN_TEST_DEVICE=cuda KVATTN_TEST_BACKENDS=triton PYTHONPATH=. \
 		$(SYSTEM_PYTHON) -m pytest -p no:cacheprovider -n $(GPU_WORKERS) \
-		$(CONTRACT) tests/field_reports tests/test_mods.py $(ARGS)
+		$(CONTRACT) tests/test_mods.py $(ARGS)
 
 clean: ## removes the virtual environment and the tools' caches
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

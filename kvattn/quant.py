@@ -43,7 +43,8 @@ def token_scales(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    scale = amax / LIMIT[dtype]
+    # By a tensor: a GPU would multiply by the inverse of a number, which rounds otherwise.
+    scale = amax / torch.full_like(amax, LIMIT[dtype])
     return torch.where(scale > 0, scale, 1.0)
 
 

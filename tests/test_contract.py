@@ -52,6 +52,8 @@ SMALL = [case for case in CASES if "T74" not in case.name]
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_expectations_equal_the_oracle(case: Case) -> None:
     """What the suite holds backends to agrees with a second, independent computation."""
+    if DEVICE != "cpu":
+        pytest.skip("the oracle computes on the CPU")
     inputs = make_inputs(case)
     found, second = expected(case, "cpu"), oracle(**_cache_names(inputs))
     first = SENTINEL if case.out else 0.0

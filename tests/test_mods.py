@@ -160,7 +160,8 @@ def test_operations_on_scores(name: str) -> None:
     """Near the accuracy of fp32; infinities and NaN as torch has them."""
     apply, scores = cases.UNARY[name], with_corners(B * H * SQ * SK).reshape(B, H, SQ, SK)
     got = by_triton(lambda s, b, h, q, k: apply(s), scores)
-    torch.testing.assert_close(got, apply(scores).float(), rtol=8e-6, atol=1e-7, equal_nan=True)
+    wanted = apply(scores.cpu()).float().to(scores.device)
+    torch.testing.assert_close(got, wanted, rtol=8e-6, atol=1e-7, equal_nan=True)
 
 
 @evaluated

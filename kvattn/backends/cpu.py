@@ -133,9 +133,10 @@ class _Work:
         count, heads, dim = r.batch, r.heads, self.q.shape[-1]
         tiles = self.q.reshape(count, self.kv_heads, self.group, dim)
         tiles = tiles if tiles.dtype == self.dtype else tiles.to(self.dtype)
-        together = self._together(tiles) if count > 1 else self._token(0, r.spans[0], tiles)
-        if together is not None and r.out is None:
-            out, lse = together
+        together = self._together(tiles) if count > 1 else None
+        alone = count == 1 and r.out is None
+        if alone or (together is not None and r.out is None):
+            out, lse = together or self._token(0, r.spans[0], tiles)
             out = out.reshape(count, 1, heads, dim)
             lse = lse.reshape(count, heads, 1).float() if r.return_lse else lse
             return out if out.dtype == r.out_dtype else out.to(r.out_dtype), lse

@@ -179,7 +179,9 @@ class Maker:
         wide = torch.full((rows, columns + 1), TABLE_GARBAGE[0], dtype=torch.int32)
         wide[:, 1::2] = TABLE_GARBAGE[1]
         self.shape = (sum(need) + 2, size)
-        order = torch.randperm(self.shape[0], generator=torch.Generator().manual_seed(1)).int()
+        order = torch.randperm(
+            self.shape[0], generator=torch.Generator().manual_seed(1), device="cpu"
+        ).int()
         for line, count in enumerate(need):
             wide[line, :count], order = order[:count], order[count:]
         self.table = wide.to(self.device)[:, :columns]
