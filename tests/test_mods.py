@@ -160,8 +160,9 @@ def test_operations_on_scores(name: str) -> None:
     """Near the accuracy of fp32; infinities and NaN as torch has them."""
     apply, scores = cases.UNARY[name], with_corners(B * H * SQ * SK).reshape(B, H, SQ, SK)
     got = by_triton(lambda s, b, h, q, k: apply(s), scores)
-    wanted = apply(scores.cpu()).float().to(scores.device)
-    torch.testing.assert_close(got, wanted, rtol=8e-6, atol=1e-7, equal_nan=True)
+    # A kernel may fuse a product and a sum in 16 bits, which saves one of torch's roundings.
+    rtol, atol = (2**-9, 2**-7) if name == "half" else (8e-6, 1e-7)
+    torch.testing.assert_close(got, apply(scores).float(), rtol=rtol, atol=atol, equal_nan=True)
 
 
 @evaluated

@@ -283,10 +283,7 @@ def attend(r: Request, out: Tensor, lse: Tensor) -> None:
     stride, lines, blocks, size = _table(r)
     block_map, map_m, map_n = _block_map(r)
     scaled = any(x is not None for x in (r.q_descale, r.k_descale, r.v_descale))
-    # a tile of few rows spends nothing on masks, and one loop is less code to fetch
-    plain = (
-        bm > 16 and score is None and mask is None and block_map is None and r.attention_chunk == 0
-    )
+    plain = score is None and mask is None and block_map is None and r.attention_chunk == 0
     raw = not (edited or scaled or r.qv is not None) and r.softmax_scale > 0
     map_strides = (0, 0, 0)
     if block_map is not None:
