@@ -18,13 +18,22 @@ _BEFORE = "_kvattn_before_fuse"  # on a fused model: its attn_implementation bef
 Projection = Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
+def _linear(layer: Any, name: str, x: Tensor) -> Tensor:
+    """A projection of the layer; a plain one is applied without the detour through its call."""
+    module = layer._modules[name]
+    if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
+        return module(x)
+    weights = module._parameters
+    return nn.functional.linear(x, weights["weight"], weights["bias"])
+
+
 def _separate(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Three projections: (batch, columns, hidden) -> q, k, v of (batch, columns, heads, dim)."""
     shape = (*hidden.shape[:-1], -1, layer.head_dim)
     return (
-        layer.q_proj(hidden).view(shape),
-        layer.k_proj(hidden).view(shape),
-        layer.v_proj(hidden).view(shape),
+        _linear(layer, "q_proj", hidden).view(shape),
+        _linear(layer, "k_proj", hidden).view(shape),
+        _linear(layer, "v_proj", hidden).view(shape),
     )
 
 
@@ -37,7 +46,7 @@ def _normed(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _joint(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """One projection for queries, keys and values."""
     heads, kv_heads = layer.config.num_attention_heads, layer.num_key_value_heads
-    joint = layer.qkv_proj(hidden).unflatten(-1, (-1, layer.head_dim))
+    joint = _linear(layer, "qkv_proj", hidden).unflatten(-1, (-1, layer.head_dim))
     q, k, v = joint.split((heads, kv_heads, kv_heads), dim=-2)
     return q, k, v
 
@@ -154,4 +163,4 @@ def _forward(
     out = cache.layers[layer.layer_idx].attend(
         q, k, v, attention_mask, rotary=(cos, sin, half), **options
     )
-    return layer.o_proj(out.flatten(2)), None
+    return _linear(layer, "o_proj", out.flatten(2)), None
