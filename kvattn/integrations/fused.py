@@ -22,8 +22,9 @@ def _linear(layer: Any, name: str, x: Tensor) -> Tensor:
     """A projection of the layer; a plain one is applied without the detour through its call."""
     module = layer._modules[name]
     if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
-        return module(x)
-    weights = module._parameters
+        projected: Tensor = module(x)
+        return projected
+    weights: dict[str, Any] = module._parameters
     return nn.functional.linear(x, weights["weight"], weights["bias"])
 
 
