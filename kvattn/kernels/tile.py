@@ -6,11 +6,7 @@ FP8 is decoded and encoded in integer arithmetic: the same bits on every GPU, na
 import triton
 import triton.language as tl
 
-# How a cache's elements are stored; FP8 arrives as bytes.
-WIDE = tl.constexpr(0)
-E4M3 = tl.constexpr(1)
-E5M2 = tl.constexpr(2)
-INT8 = tl.constexpr(3)
+# KIND, how a cache's elements are stored: 0 wide floats, 1 e4m3 and 2 e5m2 as bytes, 3 int8.
 
 
 @triton.jit
