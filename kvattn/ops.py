@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvattn import checks
-from kvattn.backends import execute
+from kvattn.backends import Repeated, execute
 from kvattn.request import Request
 
 _TENSORS = (
@@ -58,21 +58,21 @@ class Step:
     """
 
     def __init__(self) -> None:
-        self._checked: dict[Any, Request] = {}
+        self._known: dict[Any, Repeated] = {}
 
     def attend(
         self, index: dict[str, Any], layer: dict[str, Any], options: dict[str, Any]
     ) -> Tensor:
         """out of one layer: index tensors of the step, tensors of the layer, scalar options."""
         key = (*options.items(), *map(id, index.values()))
-        first = self._checked.get(key)
-        request = None if first is None else first.again(**layer)
-        if request is None:
+        known = self._known.get(key)
+        result = None if known is None else known(layer)
+        if result is None:
             request = Request.of(**index, **layer, **options)
             request.__dict__["shared"] = {**request.shared, "one step": True}
-            self._checked[key] = request
-        result = execute(request)
-        assert result is not None
+            self._known[key] = Repeated(request, layer)
+            result = execute(request)
+            assert result is not None
         return result[0]
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -32,6 +32,9 @@ class Plan:
         return "\n".join(lines)
 
 
+Prepared = Callable[[dict[str, Any]], tuple[Tensor, Tensor] | None]
+
+
 class Backend(Protocol):
     """One way to compute the contract: it refuses with a sentence, or it runs."""
 
@@ -43,6 +46,8 @@ class Backend(Protocol):
     def kernel(self, facts: Facts) -> str: ...
 
     def run(self, r: Request, plan: Plan) -> tuple[Tensor, Tensor] | None: ...
+
+    def prepare(self, r: Request) -> Prepared | None: ...
 
 
 def plan(facts: Facts, candidates: Sequence[Backend]) -> Plan:

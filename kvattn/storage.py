@@ -64,8 +64,8 @@ class PageStorage:
             raw.index_copy_(0, target, raw.index_select(0, source))
 
     def _pages(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-        """One buffer of pages per layer."""
-        pools = [torch.empty(shape, dtype=dtype, device=self._device) for _ in range(self._layers)]
+        """One buffer of pages per layer: zeros, as stray NaN behind a sequence would cost time."""
+        pools = [torch.zeros(shape, dtype=dtype, device=self._device) for _ in range(self._layers)]
         self._pools += pools
         return pools
 

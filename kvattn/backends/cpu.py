@@ -8,20 +8,20 @@ Partial results hold out as [rows, H, D] and lse as [H, rows].
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvattn import quant
 from kvattn.backends import cpu_append, reference
+from kvattn.backends.cpu_decode import Decode, finite
 from kvattn.backends.cpu_keys import Keys, reach
-from kvattn.plan import Plan
+from kvattn.plan import Plan, Prepared
 from kvattn.request import Facts, Request, Span
 
 name = "cpu"
 _FEW_ROWS = 16  # up to here the rows of a group share one tile and keys come in pieces
-_FIRST_ROW = range(1)
 _ROW_BLOCK = 128  # rows that share a mask, so that a window costs what it shows
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -78,13 +78,14 @@ def _compute_dtype(query: torch.dtype, cache: torch.dtype, scaled: bool) -> torc
 
 def run(r: Request, plan: Plan) -> tuple[Tensor, Tensor] | None:
     """Appends the new tokens, then attends. Returns (out, lse), or None for an append alone."""
+    decoded = _decode(r) if r.attend else None
+    if decoded is not None:
+        return decoded
     q = r.q if r.k is None else cpu_append.append(r)
     if not r.attend:
         return None
     assert q is not None
     work = _Work(r, q)
-    if work.one_token():
-        return work.tokens()
     out, lse = r.outputs()
     for b, span in enumerate(r.spans):
         if span.q_len == 0:
@@ -99,6 +100,43 @@ def run(r: Request, plan: Plan) -> tuple[Tensor, Tensor] | None:
         if r.return_lse:
             columns.copy_(part.lse)
     return out, lse
+
+
+def prepare(r: Request) -> Prepared | None:
+    """What is left of a decode step when its lengths, pages and rotary tables are known."""
+    step = _decode_step(r)
+    if step is None or r.out is not None or r.return_lse:
+        return None
+    by = cpu_append.rotary_factors(r) if step.rotates else None
+
+    def call(given: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+        k, v = given.get("k"), given.get("v")
+        return step(given["q"], k, v, given["k_cache"], given["v_cache"], by)
+
+    return call
+
+
+def _decode_step(r: Request) -> Decode | None:
+    if "decode" not in r.shared:
+        r.shared["decode"] = Decode.of(r)
+    step: Decode | None = r.shared["decode"]
+    return step
+
+
+def _decode(r: Request) -> tuple[Tensor, Tensor] | None:
+    """The call as a decode step, if it is one."""
+    step = _decode_step(r)
+    if step is None:
+        return None
+    assert r.q is not None and r.k_cache is not None and r.v_cache is not None
+    by = cpu_append.rotary_factors(r) if step.rotates else None
+    result = step(r.q, r.k, r.v, r.k_cache, r.v_cache, by)
+    if result is None:
+        return None
+    out, lse = result
+    if r.out is not None:
+        out = r.out.copy_(out)
+    return out, lse.reshape(r.lse_shape).float() if r.return_lse else lse
 
 
 class Part(NamedTuple):
@@ -120,83 +158,6 @@ class _Work:
         self.keys = Keys(r, self.dtype)
         self.kv_heads = r.kv_heads
         self.group = r.heads // r.kv_heads
-
-    def one_token(self) -> bool:
-        """Whether every sequence has one query row and nothing is added to its logits."""
-        r = self.r
-        padded = r.cu_seqlens_q is None and r.seqused_q is None and self.q.shape[1] == 1
-        return padded and r.alibi_slopes is None and not self.scaled and r.batch > 0
-
-    def tokens(self) -> tuple[Tensor, Tensor]:
-        """out and lse of a batch of single tokens, with as few calls into torch as can be."""
-        r = self.r
-        count, heads, dim = r.batch, r.heads, self.q.shape[-1]
-        tiles = self.q.reshape(count, self.kv_heads, self.group, dim)
-        tiles = tiles if tiles.dtype == self.dtype else tiles.to(self.dtype)
-        together = self._together(tiles) if count > 1 else None
-        alone = count == 1 and r.out is None
-        if alone or (together is not None and r.out is None):
-            out, lse = together or self._token(0, r.spans[0], tiles)
-            out = out.reshape(count, 1, heads, dim)
-            lse = lse.reshape(count, heads, 1).float() if r.return_lse else lse
-            return out if out.dtype == r.out_dtype else out.to(r.out_dtype), lse
-        out, lse = r.outputs()
-        for b, span in enumerate(r.spans):
-            if together is not None:
-                tile_out, tile_lse = together[0][b], together[1][b]
-            else:
-                tile_out, tile_lse = self._token(b, span, tiles[b : b + 1])
-            out[b].copy_(tile_out.reshape(1, heads, dim))
-            if r.return_lse:
-                lse[b].copy_(tile_lse.reshape(heads, 1))
-        return out, lse
-
-    def _token(self, b: int, span: Span, tile: Tensor) -> tuple[Tensor, Tensor]:
-        """out and lse of one query token; tile is [1, Hk, g, D]."""
-        low, high = reach(self.r, span, _FIRST_ROW) if span.active else (0, 0)
-        if high > low:
-            outs, lses = [], []
-            for k, v, _, _ in self.keys.pieces(b, span, low, high):
-                out, lse = _fused(tile, k, v, 0.0, False, scale=self.r.softmax_scale)
-                outs.append(out)
-                lses.append(lse)
-            out, lse = _merge(outs, lses)
-            if self.r.sinks is None and _finite(lse):
-                return out, lse.float()
-        part = self.sequence(b, span)
-        return part.out, part.lse.float()
-
-    def _together(self, tiles: Tensor) -> tuple[Tensor, Tensor] | None:
-        """One kernel call for a batch whose caches one strided view holds; None for others."""
-        return self._strided(tiles) if self.r.paged else self._equal(tiles)
-
-    def _strided(self, tiles: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Sequences of neighbouring pages that start at equal distances, as a cache places them."""
-        r = self.r
-        if r.sinks is not None:
-            return None
-        place = r.shared.get("strided")
-        if place is None:
-            place = r.shared["strided"] = self.keys.strided() or ()
-        if not place:
-            return None
-        k, v = self.keys.every_strided(place)
-        out, lse = _fused(tiles, k, v, 0.0, False, attn_mask=place.bias, scale=r.softmax_scale)
-        # What lies behind the shorter sequences may be NaN: then each is computed by itself.
-        return (out, lse) if _finite(lse) and math.isfinite(float(out.sum())) else None
-
-    def _equal(self, tiles: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Dense rows of one length."""
-        r, span = self.r, self.r.spans[0]
-        if not self.keys.dense or r.sinks is not None or r.cache_batch_idx is not None:
-            return None
-        alike = all(s.active and (s.start, s.end) == (span.start, span.end) for s in r.spans)
-        low, high = reach(r, span, _FIRST_ROW)
-        if not alike or high <= low or not self.keys.small(span.keys):
-            return None
-        k, v = self.keys.every(span.start + low, span.start + high)
-        out, lse = _fused(tiles, k, v, 0.0, False, scale=r.softmax_scale)
-        return (out, lse) if _finite(lse) else None
 
     def sequence(self, b: int, span: Span) -> Part:
         """One sequence: out and lse of all its rows."""
@@ -357,16 +318,7 @@ def _sound(part: Part) -> bool:
     The kernel gives an lse of 0 to rows whose logits are all -inf, NaN to rows with one of +inf,
     and adds masked values times 0. Such results, and some honest ones, are computed once more.
     """
-    return _finite(part.lse) and (part.out.shape[0] == 1 or bool(part.out.isfinite().all()))
-
-
-def _finite(lse: Tensor) -> bool:
-    """Whether every row has an honest lse: finite and not 0, or -inf for a row without keys."""
-    if lse.numel() <= 64:
-        numbers = lse.flatten().tolist()
-        total = sum(numbers)
-        return total == total and total != math.inf and 0.0 not in numbers
-    return bool(lse.reciprocal().isfinite().all())
+    return finite(part.lse) and (part.out.shape[0] == 1 or bool(part.out.isfinite().all()))
 
 
 def _plain_causal(r: Request) -> bool:

@@ -13,13 +13,13 @@ from kvattn.rotary import Factors, factors, turn_by
 
 def append(r: Request) -> Tensor | None:
     """Stores the new tokens in place; returns the query, rotated if the call says so."""
-    if _plain(r):
+    if plain(r):
         return _padded(r)
     reference.append(r)
     return _rotated_query(r)
 
 
-def _plain(r: Request) -> bool:
+def plain(r: Request) -> bool:
     """Whether k and v are padded, go behind the lengths, and need no scales."""
     assert r.k is not None and r.k_cache is not None and r.v is not None and r.v_cache is not None
     return (
@@ -38,13 +38,9 @@ def _padded(r: Request) -> Tensor | None:
         return _rotated_query(r)
     if r.rotary_cos is not None:
         q, k = _rotate_both(r, k)
-    if k.shape[0] == 1 and k.shape[1] == 1:
-        for token, cache in ((k, r.k_cache), (r.v, r.v_cache)):
-            _slot(r, cache).copy_(token)
-        return q
     index = r.shared.get("slots")
     if index is None:
-        index = r.shared["slots"] = _slots(r, k.shape[1])
+        index = r.shared["slots"] = torch.tensor(slots(r, k.shape[1]))
     for tokens, cache in ((k, r.k_cache), (r.v, r.v_cache)):
         if cache.dtype in quant.FP8:  # indexed writes of FP8 are not implemented on the CPU
             tokens, cache = tokens.view(torch.uint8), cache.view(torch.uint8)
@@ -55,44 +51,29 @@ def _padded(r: Request) -> Tensor | None:
     return q
 
 
-def _slot(r: Request, cache: Tensor) -> Tensor:
-    """The place of the one new token of a batch of one, [1, 1, Hk, D]."""
-    span = r.spans[0]
-    block, row = span.row, span.old
-    if r.page_table is not None:
-        block, row = r.pages[0][row // r.page_size], row % r.page_size
-    first, token, head, unit = cache.stride()
-    start = cache.storage_offset() + block * first + row * token
-    return cache.as_strided((1, 1, *cache.shape[2:]), (0, 0, head, unit), start)
-
-
-def _slots(r: Request, count: int) -> Tensor:
+def slots(r: Request, count: int) -> list[int]:
     """The slot, row * size + offset, of every new token of a padded batch."""
     size = r.page_size
-    slots: list[int] = []
+    found: list[int] = []
     for b, span in enumerate(r.spans):
         first, last = span.old, span.old + count
         if r.page_table is None:
-            slots += range(span.row * size + first, span.row * size + last)
+            found += range(span.row * size + first, span.row * size + last)
             continue
         pages = r.pages[b]
         while first < last:
             offset = first % size
             some = min(size - offset, last - first)
             start = pages[first // size] * size + offset
-            slots += range(start, start + some)
+            found += range(start, start + some)
             first += some
-    return torch.tensor(slots)
+    return found
 
 
 def _rotate_both(r: Request, k: Tensor) -> tuple[Tensor | None, Tensor]:
     """q and k rotated; in one pass where every query stands at the place of its key."""
     assert r.rotary_cos is not None and r.rotary_sin is not None
-    by = r.shared.get("factors")
-    if by is None:
-        by = _factors(r, k)
-        if r.shared.get("one step"):  # the tables stay as they are while its layers run
-            r.shared["factors"] = by
+    by = rotary_factors(r)
     q, pairing = r.q, r.rotary_interleaved
     together = (
         q is not None
@@ -108,10 +89,19 @@ def _rotate_both(r: Request, k: Tensor) -> tuple[Tensor | None, Tensor]:
     return both.narrow(2, 0, heads), both.narrow(2, heads, k.shape[2])
 
 
-def _factors(r: Request, k: Tensor) -> Factors:
-    """The rotary factors of the new keys, one row per token."""
-    assert r.rotary_cos is not None and r.rotary_sin is not None
-    steps = k.shape[1]
+def rotary_factors(r: Request) -> Factors:
+    """The rotary factors of the new keys of a padded batch, one row per token."""
+    by: Factors | None = r.shared.get("factors")
+    if by is None:
+        by = _factors(r)
+        if r.shared.get("one step"):  # the tables stay as they are while its layers run
+            r.shared["factors"] = by
+    return by
+
+
+def _factors(r: Request) -> Factors:
+    assert r.k is not None and r.rotary_cos is not None and r.rotary_sin is not None
+    k, steps = r.k, r.k.shape[1]
     where = r.shared.get("positions")
     if where is None:
         where = r.shared["positions"] = _positions(r, steps)

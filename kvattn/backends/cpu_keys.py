@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,15 +11,6 @@ from kvattn import quant
 from kvattn.request import Request, Span
 
 _PIECE_BYTES = 1 << 19  # of keys: a piece of keys and values fits in a core's second-level cache
-
-
-class Strided(NamedTuple):
-    """A batch of sequences in one view: slots of a pool at equal distances."""
-
-    slot: int  # of the first sequence's first token
-    distance: int  # slots from one sequence to the next
-    longest: int
-    bias: Tensor | None  # [B, 1, 1, longest], -inf where a sequence has no visible key
 
 
 def reach(r: Request, span: Span, rows: range) -> tuple[int, int]:
@@ -54,54 +43,6 @@ class Keys:
             piece = max(1, piece // r.page_size) * r.page_size
         self.piece = piece
 
-    def small(self, keys: int) -> bool:
-        """Whether all keys of a sequence make one piece that needs no conversion."""
-        return keys <= self.piece and self.k.dtype == self.dtype
-
-    def every(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Absolute rows first..last of every sequence of a dense batch, [B, Hk, n, D]."""
-        k, v = (cache[:, first:last].transpose(1, 2) for cache in (self.k, self.v))
-        return k, v
-
-    def strided(self) -> Strided | None:
-        """Where one view holds all sequences of a paged batch, if their memory allows it."""
-        r, size = self.r, self.r.page_size
-        spans, pages = r.spans, r.pages
-        longest = max(span.end for span in spans)
-        packed = longest * len(spans) <= 1.5 * sum(span.end for span in spans)
-        if self.k.dtype != self.dtype or longest > 2 * self.piece or not packed:
-            return None
-        if not all(_flat(cache, 2) for cache in (self.k, self.v)) or min(map(len, pages)) == 0:
-            return None
-        first, distance = pages[0][0], pages[1][0] - pages[0][0]
-        for b, ids in enumerate(pages):
-            start = first + b * distance
-            if ids != list(range(start, start + len(ids))):
-                return None
-        if distance <= 0 or pages[-1][0] * size + longest > self.k.shape[0] * size:
-            return None
-        hidden = torch.ones(len(spans), longest, dtype=torch.bool)
-        for b, span in enumerate(spans):
-            low, high = reach(r, span, range(1)) if span.active else (0, 0)
-            if high <= low:
-                return None
-            hidden[b, span.start + low : span.start + high] = False
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        bias = torch.zeros(len(spans), 1, 1, longest, dtype=wide)
-        bias.masked_fill_(hidden[:, None, None], -math.inf)
-        return Strided(first * size, distance * size, longest, bias if hidden.any() else None)
-
-    def every_strided(self, place: Strided) -> tuple[Tensor, Tensor]:
-        """Keys and values of all sequences, [B, Hk, longest, D], in place."""
-        views = []
-        for cache in (self.k, self.v):
-            _, token, head, unit = cache.stride()
-            shape = (self.r.batch, cache.shape[-2], place.longest, cache.shape[-1])
-            strides = (place.distance * token, head, token, unit)
-            start = cache.storage_offset() + place.slot * token
-            views.append(cache.as_strided(shape, strides, start))
-        return views[0], views[1]
-
     def whole(self, b: int, span: Span, low: int, high: int) -> tuple[Tensor, Tensor]:
         """Logical keys low..high of one sequence at once."""
         first, last = span.start + low, span.start + high
@@ -132,7 +73,7 @@ class Keys:
             slot = int(r.cu_seqlens_k[b]) + first
         parts = []
         for cache in (self.k, self.v):
-            if pages is not None and not (neighbours and _flat(cache, len(pages))):
+            if pages is not None and not (neighbours and flat(cache, len(pages))):
                 rows = self._gather(cache, pages, reuse)[offset : offset + last - first]
                 part = rows.transpose(0, 1)[None]
             else:
@@ -179,6 +120,6 @@ class Keys:
         return rows.transpose(0, 1)[None, ..., None].to(self.dtype)
 
 
-def _flat(cache: Tensor, pages: int) -> bool:
+def flat(cache: Tensor, pages: int) -> bool:
     """Whether the slots of neighbouring pages lie at one stride."""
     return pages == 1 or cache.stride(0) == cache.shape[1] * cache.stride(1)

@@ -56,6 +56,10 @@ def run(
     return out, lse
 
 
+def prepare(r: Request) -> None:
+    """Every call is made from the beginning."""
+
+
 class NewTokens(NamedTuple):
     """New keys and values of the whole batch, flat, each with the slot it goes to."""
 

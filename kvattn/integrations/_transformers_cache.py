@@ -235,10 +235,12 @@ class KvattnCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Called by the model; the keys come back untouched and are appended by the attention."""
-        if self._decoder._attn_implementation != NAME:
+        layer = self.layers[layer_idx]
+        begins = layer.steps == self.sequences.count
+        if begins and self._decoder._attn_implementation != NAME:
             got = f"attn_implementation={self._decoder._attn_implementation!r}"
             raise AttentionNotEnabledError("cache", got, f"attn_implementation={NAME!r}")
-        return self.layers[layer_idx].update(key_states, value_states)
+        return layer.update(key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of the batch so far, padding included."""
