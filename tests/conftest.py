@@ -51,7 +51,9 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def poisoned(
+    allocate: Callable[..., torch.Tensor], package: str = "kvattn"
+) -> Callable[..., torch.Tensor]:
     """`allocate`, but what it gives to kvattn's own code is poisoned."""
 
     def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -59,7 +61,7 @@ def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
             return allocate(*args, **kwargs)
         tensor = allocate(*args, **kwargs)
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        return poison(tensor) if caller.partition(".")[0] == "kvattn" else tensor
+        return poison(tensor) if f"{caller}.".startswith(f"{package}.") else tensor
 
     return wrapper
 
@@ -70,6 +72,7 @@ def poisoned_memory() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("empty", "empty_like", "empty_strided"):
             patch.setattr(torch, name, poisoned(getattr(torch, name)))
+        patch.setattr(torch, "zeros", poisoned(torch.zeros, "kvattn.storage"))  # free pages
         for name in ("new_empty", "new_empty_strided"):
             patch.setattr(torch.Tensor, name, poisoned(getattr(torch.Tensor, name)))
         yield
