@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvattn import checks
-from kvattn.backends import Repeated, execute
+from kvattn import checks, forms
+from kvattn.backends import Repeated, execute, prepare
 from kvattn.request import Request
 
 _TENSORS = (
@@ -44,7 +44,20 @@ def attend(**arguments: Any) -> tuple[Tensor, Tensor]:
     """Checks, plans and runs one attention call given by the names of `Request.of`."""
     if torch.compiler.is_compiling():
         return _compiled(arguments) if _crosses(arguments) else _eager(attend, arguments)
-    result = execute(Request.of(**arguments))
+    key, form = forms.find(arguments)
+    if form is None:
+        return _run(forms.first(arguments, key))
+    result = None if form.prepared is None else form.prepared(form.named(arguments))
+    if result is not None:
+        return result
+    request = form.request(arguments)
+    if not form.asked:  # the first repetition shows that there are any
+        form.asked, form.prepared = True, prepare(request, lasting=True)
+    return _run(request)
+
+
+def _run(request: Request) -> tuple[Tensor, Tensor]:
+    result = execute(request)
     assert result is not None
     return result
 
@@ -68,11 +81,10 @@ class Step:
         known = self._known.get(key)
         result = None if known is None else known(layer)
         if result is None:
-            request = Request.of(**index, **layer, **options)
+            request = forms.request({**index, **layer, **options})
             request.__dict__["shared"] = {**request.shared, "one step": True}
             self._known[key] = Repeated(request, layer)
-            result = execute(request)
-            assert result is not None
+            result = _run(request)
         return result[0]
 
 
@@ -84,7 +96,7 @@ def append(**arguments: Any) -> None:
         else:
             _eager(append, arguments)
     else:
-        execute(Request.of(attend=False, **arguments))
+        execute(forms.request({**arguments, "attend": False}))
 
 
 def _crosses(arguments: dict[str, Any]) -> bool:
@@ -157,7 +169,7 @@ def _request(args: tuple[Any, ...], **more: Any) -> Request:
     """The request behind an op's positional arguments; their checks run here."""
     given = dict(zip((*_TENSORS, *_SCALAR_NAMES), args, strict=True))
     window = (given.pop("left"), given.pop("right"))
-    return Request.of(window_size=window, **given, **more)
+    return forms.request({**given, "window_size": window, **more})
 
 
 def _run_attend(*args: Any) -> None:

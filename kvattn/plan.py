@@ -41,6 +41,9 @@ class Backend(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def lasting(self) -> bool: ...  # prepared calls hold whatever the index tensors hold
+
     def refuses(self, facts: Facts) -> str | None: ...
 
     def kernel(self, facts: Facts) -> str: ...

@@ -105,20 +105,10 @@ class Request:
 
         Raises one of the classes of `kvattn.errors` before anything is written.
         """
-        key = _key(given)
-        form = None if key is None else _forms.get(key)
-        if form is not None:
-            request = form.fill(given)
-            if request.out is not None:
-                checks.own_memory(request)
-            form.check(request)
-            return request
         raw = SimpleNamespace(**{**_DEFAULTS, **given})
         checks.normalise(raw)
         checks.check(raw)
-        request = cls(**{name: getattr(raw, name) for name in _NAMES})
-        if key is not None:
-            _remember(key, request, given)
+        request = cls(**{name: getattr(raw, name) for name in NAMES})
         if request.out is not None:
             checks.own_memory(request)
         values.check(request)
@@ -233,7 +223,7 @@ class Request:
         return out, self.lead.new_full(self.lse_shape, -math.inf, dtype=torch.float32)
 
 
-_NAMES = tuple(field.name for field in fields(Request))
+NAMES = tuple(field.name for field in fields(Request))
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Request)} | {
     "softmax_scale": None,
     "window_size": (-1, -1),
@@ -245,116 +235,6 @@ _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Reque
     "deterministic": False,
     "min_seqlen_k": None,
 }
-
-
-class _Reading(NamedTuple):
-    """The index tensors of a checked call in plain integers, and what follows from them."""
-
-    numbers: list[Any]
-    spans: list[Span]
-    pages: list[list[int]] | None
-    shared: dict[str, Any]
-
-
-class _Form:
-    """A checked call without its tensors: calls of the same form need no structural checks.
-
-    The layers of a model make calls of one form with the same lengths and pages, step after step:
-    what was read and checked for the last call holds as long as the numbers are the same.
-    """
-
-    def __init__(
-        self, fixed: dict[str, Any], tensors: list[tuple[str, str]], index: list[str] | None
-    ) -> None:
-        self.fixed = fixed  # scalars, and whatever follows from shapes
-        self.tensors = tensors  # (field, name of the argument it comes from)
-        self.index = index  # the index tensors; None if the values are not worth remembering
-        self.last: _Reading | None = None
-
-    def check(self, r: Request) -> None:
-        """Value checks, unless they have passed for these very numbers."""
-        if self.index is None or values.strict() or not r.pool.is_cpu:
-            values.check(r)
-            return
-        numbers = [getattr(r, field).tolist() for field in self.index]
-        last = self.last
-        if last is None or last.numbers != numbers:
-            values.check(r)
-            pages = r.pages if r.page_table is not None else None
-            last = self.last = _Reading(numbers, r.spans, pages, {})
-        r.__dict__.update(spans=last.spans, pages=last.pages, shared=last.shared)
-
-    def fill(self, given: dict[str, Any]) -> Request:
-        request = object.__new__(Request)
-        own = request.__dict__
-        own.update(self.fixed)
-        for field, name in self.tensors:
-            own[field] = given[name]
-        own["pool"] = own["v_cache"]
-        return request
-
-
-_forms: dict[tuple[Any, ...], _Form] = {}
-_MAX_FORMS = 4096
-_MAX_NUMBERS = 4096
-_INDEX = (
-    *("cache_seqlens", "cache_batch_idx", "cache_leftpad", "page_table", "cu_seqlens_q"),
-    *("cu_seqlens_k", "cu_seqlens_k_new", "seqused_q", "rotary_seqlens", "slot_mapping"),
-)
-_PLAIN = frozenset((bool, int, float, str))
-_MEMBERS = _PLAIN | {type(None)}
-_BY_SHAPE = (
-    *("paged", "batch", "heads", "kv_heads", "page_size", "capacity", "out_dtype", "out_shape"),
-    *("lse_shape", "local", "facts"),
-)
-
-
-def _key(given: dict[str, Any]) -> tuple[Any, ...] | None:
-    """All that structural checks depend on, hashable; None where they depend on more."""
-    grad = torch.is_grad_enabled()
-    parts: list[Any] = [grad]
-    for name, value in given.items():
-        if value is None:
-            continue
-        kind = type(value)
-        if kind in _PLAIN:
-            parts += (name, kind, value)  # True == 1, but only one of them is a flag
-        elif isinstance(value, Tensor):
-            parts += (name, value.shape, value.stride(), value.dtype, value.device)
-            if grad:
-                parts.append(value.requires_grad)
-        elif kind is tuple and _MEMBERS.issuperset(map(type, value)):
-            parts += (name, *map(type, value), value)
-        else:
-            return None
-    return tuple(parts)
-
-
-_SOURCES = {"cache_seqlens": "seqused_k", "cu_seqlens_k_new": "cu_seqlens_q"}
-
-
-def _remember(key: tuple[Any, ...], r: Request, given: dict[str, Any]) -> None:
-    """Keeps the form of a checked call, if normalising passed its tensors on as they came."""
-    fixed = {name: getattr(r, name) for name in _NAMES}
-    tensors = []
-    for field, value in fixed.items():
-        if isinstance(value, Tensor):
-            # By name: one tensor may be given twice in this call and not in the next.
-            sources = [n for n in (field, _SOURCES.get(field)) if n and given.get(n) is value]
-            if not sources:
-                return
-            tensors.append((field, sources[0]))
-    for field, _ in tensors:
-        del fixed[field]
-    if r.attend:
-        fixed |= {name: getattr(r, name) for name in _BY_SHAPE}
-    if len(_forms) >= _MAX_FORMS:
-        _forms.clear()
-    index: list[str] | None = [name for name, _ in tensors if name in _INDEX]
-    large = any(getattr(r, name).numel() > _MAX_NUMBERS for name in index or ())
-    if large or not r.attend or r.gather_kv_indices is not None:
-        index = None
-    _forms[key] = _Form(fixed, tensors, index)
 
 
 def _spans(r: Request) -> list[Span]:
@@ -416,7 +296,7 @@ class TensorFacts(NamedTuple):
 
 _FACT_TENSORS = tuple(
     name
-    for name in _NAMES
+    for name in NAMES
     if _DEFAULTS[name] is None
     and name
     not in (

@@ -46,7 +46,7 @@ FLOORS = (
     {"cache", "distributed", "explanation", "testing"},
     {"api", "steps"},
     {"ops"},
-    {"backends"},
+    {"backends", "forms"},
     {"plan"},
     {"request"},
     {"checks", "option_checks", "values"},

@@ -24,17 +24,25 @@ def plan_for(facts: Facts) -> Plan:
 
 def execute(r: Request) -> tuple[Tensor, Tensor] | None:
     """Plans and runs: (out, lse), or None for an append alone."""
-    facts = r.facts
-    plan = facts.__dict__.get("plan")  # calls of one form share their facts
-    if plan is None:
-        plan = facts.__dict__["plan"] = plan_for(facts)
+    plan = plan_of(r.facts)
     return _BY_NAME[plan.backend].run(r, plan)
 
 
-def prepare(r: Request) -> Prepared | None:
-    """The rest of a call, for tensors of its form by name; None where nothing is gained."""
-    backend = _BY_NAME[r.facts.__dict__["plan"].backend]
-    return backend.prepare(r)
+def plan_of(facts: Facts) -> Plan:
+    """The same plan, noted on the facts themselves: calls of one form share them."""
+    plan: Plan | None = facts.__dict__.get("plan")
+    if plan is None:
+        plan = facts.__dict__["plan"] = plan_for(facts)
+    return plan
+
+
+def prepare(r: Request, lasting: bool = False) -> Prepared | None:
+    """The rest of a call, for tensors of its form by name; None where nothing is gained.
+
+    It holds while index tensors and rotary tables hold what they held, or always if `lasting`.
+    """
+    backend = _BY_NAME[plan_of(r.facts).backend]
+    return None if lasting and not backend.lasting else backend.prepare(r)
 
 
 class Repeated:

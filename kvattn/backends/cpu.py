@@ -21,6 +21,7 @@ from kvattn.plan import Plan, Prepared
 from kvattn.request import Facts, Request, Span
 
 name = "cpu"
+lasting = False
 _FEW_ROWS = 16  # up to here the rows of a group share one tile and keys come in pieces
 _ROW_BLOCK = 128  # rows that share a mask, so that a window costs what it shows
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

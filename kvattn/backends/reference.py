@@ -21,6 +21,7 @@ from kvattn.request import Facts, Request, Span
 from kvattn.rotary import rotate
 
 name = "reference"
+lasting = False
 _MAX_SCORES = 1 << 25  # scores held at once; longer queries go in blocks of rows
 
 

@@ -14,6 +14,7 @@ from kvattn.plan import Plan
 from kvattn.request import Facts, Request
 
 name = "triton"
+lasting = True
 
 
 def refuses(facts: Facts) -> str | None:

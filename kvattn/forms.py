@@ -1,0 +1,167 @@
+"""Calls of a form that is known skip what has been found out about it.
+
+The layers of a model, and the steps of a generation, make calls that differ in nothing but the
+addresses and the numbers of their tensors: their structural checks pass again, and a backend may
+have prepared the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvattn import checks, values
+from kvattn.plan import Prepared
+from kvattn.request import NAMES, Request, Span
+
+
+class _Reading(NamedTuple):
+    """The index tensors of a checked call in plain integers, and what follows from them."""
+
+    numbers: list[Any]
+    spans: list[Span]
+    pages: list[list[int]] | None
+    shared: dict[str, Any]
+
+
+class Form:
+    """A checked call without its tensors: calls of the same form need no structural checks.
+
+    The layers of a model make calls of one form with the same lengths and pages, step after step:
+    what was read and checked for the last call holds as long as the numbers are the same.
+    """
+
+    def __init__(
+        self, fixed: dict[str, Any], tensors: list[tuple[str, str]], index: list[str] | None
+    ) -> None:
+        self.fixed = fixed  # scalars, and whatever follows from shapes
+        self.tensors = tensors  # (field, name of the argument it comes from)
+        self.index = index  # the index tensors; None if the values are not worth remembering
+        self.last: _Reading | None = None
+        self.prepared: Prepared | None = None  # the rest of a call, whatever its numbers are
+        self.asked = False  # whether one was asked for
+
+    def request(self, given: dict[str, Any]) -> Request:
+        """A checked call of this form."""
+        request = self._fill(given)
+        if request.out is not None:
+            checks.own_memory(request)
+        self._check(request)
+        return request
+
+    def named(self, given: dict[str, Any]) -> dict[str, Tensor]:
+        """The tensors of a call of this form by the names of the request's fields."""
+        return {field: given[name] for field, name in self.tensors}
+
+    def _check(self, r: Request) -> None:
+        """Value checks, unless they have passed for these very numbers."""
+        if self.index is None or values.strict() or not r.pool.is_cpu:
+            values.check(r)
+            return
+        numbers = [getattr(r, field).tolist() for field in self.index]
+        last = self.last
+        if last is None or last.numbers != numbers:
+            values.check(r)
+            pages = r.pages if r.page_table is not None else None
+            last = self.last = _Reading(numbers, r.spans, pages, {})
+        r.__dict__.update(spans=last.spans, pages=last.pages, shared=last.shared)
+
+    def _fill(self, given: dict[str, Any]) -> Request:
+        request = object.__new__(Request)
+        own = request.__dict__
+        own.update(self.fixed)
+        for field, name in self.tensors:
+            own[field] = given[name]
+        own["pool"] = own["v_cache"]
+        return request
+
+
+_forms: dict[tuple[Any, ...], Form] = {}
+_MAX_FORMS = 4096
+_MAX_NUMBERS = 4096
+_INDEX = (
+    *("cache_seqlens", "cache_batch_idx", "cache_leftpad", "page_table", "cu_seqlens_q"),
+    *("cu_seqlens_k", "cu_seqlens_k_new", "seqused_q", "rotary_seqlens", "slot_mapping"),
+)
+_PLAIN = frozenset((bool, int, float, str))
+_MEMBERS = _PLAIN | {type(None)}
+_BY_SHAPE = (
+    *("paged", "batch", "heads", "kv_heads", "page_size", "capacity", "out_dtype", "out_shape"),
+    *("lse_shape", "local", "facts"),
+)
+
+
+Key = tuple[Any, ...]
+
+
+def find(given: dict[str, Any]) -> tuple[Key | None, Form | None]:
+    """The key of a call's form, None if it has none, and the form if it is known."""
+    key = _key(given)
+    return key, None if key is None else _forms.get(key)
+
+
+def request(given: dict[str, Any]) -> Request:
+    """A checked call by the public names of its arguments.
+
+    Raises one of the classes of `kvattn.errors` before anything is written.
+    """
+    key, form = find(given)
+    return first(given, key) if form is None else form.request(given)
+
+
+def first(given: dict[str, Any], key: Key | None) -> Request:
+    """A checked call of an unknown form, which is known from then on."""
+    checked = Request.of(**given)
+    if key is not None:
+        _remember(key, checked, given)
+    return checked
+
+
+def _key(given: dict[str, Any]) -> tuple[Any, ...] | None:
+    """All that structural checks depend on, hashable; None where they depend on more."""
+    grad = torch.is_grad_enabled()
+    parts: list[Any] = [grad]
+    for name, value in given.items():
+        if value is None:
+            continue
+        kind = type(value)
+        if kind in _PLAIN:
+            parts += (name, kind, value)  # True == 1, but only one of them is a flag
+        elif isinstance(value, Tensor):
+            parts += (name, value.shape, value.stride(), value.dtype, value.device)
+            if grad:
+                parts.append(value.requires_grad)
+        elif kind is tuple and _MEMBERS.issuperset(map(type, value)):
+            parts += (name, *map(type, value), value)
+        else:
+            return None
+    return tuple(parts)
+
+
+_SOURCES = {"cache_seqlens": "seqused_k", "cu_seqlens_k_new": "cu_seqlens_q"}
+
+
+def _remember(key: tuple[Any, ...], r: Request, given: dict[str, Any]) -> None:
+    """Keeps the form of a checked call, if normalising passed its tensors on as they came."""
+    fixed = {name: getattr(r, name) for name in NAMES}
+    tensors = []
+    for field, value in fixed.items():
+        if isinstance(value, Tensor):
+            # By name: one tensor may be given twice in this call and not in the next.
+            sources = [n for n in (field, _SOURCES.get(field)) if n and given.get(n) is value]
+            if not sources:
+                return
+            tensors.append((field, sources[0]))
+    for field, _ in tensors:
+        del fixed[field]
+    if r.attend:
+        fixed |= {name: getattr(r, name) for name in _BY_SHAPE}
+    if len(_forms) >= _MAX_FORMS:
+        _forms.clear()
+    index: list[str] | None = [name for name, _ in tensors if name in _INDEX]
+    large = any(getattr(r, name).numel() > _MAX_NUMBERS for name in index or ())
+    if large or not r.attend or r.gather_kv_indices is not None:
+        index = None
+    _forms[key] = Form(fixed, tensors, index)
