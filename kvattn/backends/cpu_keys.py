@@ -66,9 +66,11 @@ class Keys:
         r, pages, slot = self.r, None, None
         row, offset, neighbours = span.row, first, True
         if r.page_table is not None:
-            pages = r.pages[b][first // r.page_size : -(-last // r.page_size)]
-            row, offset = pages[0], first % r.page_size
-            neighbours = pages == list(range(row, row + len(pages)))
+            begin, count = first // r.page_size, -(-last // r.page_size) - first // r.page_size
+            ids = r.pages[b][begin : begin + count]
+            pages = r.page_table[span.row].narrow(0, begin, count)
+            row, offset = ids[0], first % r.page_size
+            neighbours = ids == list(range(row, row + count))
         elif r.cu_seqlens_k is not None:
             slot = int(r.cu_seqlens_k[b]) + first
         parts = []
@@ -95,28 +97,27 @@ class Keys:
         shape = (1, cache.shape[-2], count, cache.shape[-1])
         return cache.as_strided(shape, (0, head, token, unit), cache.storage_offset() + start)
 
-    def _gather(self, cache: Tensor, pages: list[int], reuse: bool) -> Tensor:
+    def _gather(self, cache: Tensor, pages: Tensor, reuse: bool) -> Tensor:
         """Copies whole pages to rows [n * P, Hk, D]; with `reuse`, valid until the next piece."""
-        index = torch.tensor(pages)
         if cache.dtype in quant.FP8:  # gathering FP8 is not implemented on the CPU
-            return cache.view(torch.uint8).index_select(0, index).view(cache.dtype).flatten(0, 1)
+            return cache.view(torch.uint8).index_select(0, pages).view(cache.dtype).flatten(0, 1)
         if not reuse:
-            return cache.index_select(0, index).flatten(0, 1)
+            return cache.index_select(0, pages).flatten(0, 1)
         buffer = self._buffers.get(id(cache))
         if buffer is None or buffer.shape[0] < len(pages):
             buffer = self._buffers[id(cache)] = cache.new_empty((len(pages), *cache.shape[1:]))
-        torch.index_select(cache, 0, index, out=buffer[: len(pages)])
+        torch.index_select(cache, 0, pages, out=buffer[: len(pages)])
         return buffer[: len(pages)].flatten(0, 1)
 
     def _scale(
-        self, scale: Tensor, span: Span, first: int, last: int, pages: list[int] | None
+        self, scale: Tensor, span: Span, first: int, last: int, pages: Tensor | None
     ) -> Tensor:
         """Scales per token and head of absolute rows first..last, [1, Hk, n, 1]."""
         if pages is None:
             rows = scale[span.row, first:last]
         else:
             offset = first % self.r.page_size
-            rows = scale[torch.tensor(pages)].flatten(0, 1)[offset : offset + last - first]
+            rows = scale[pages].flatten(0, 1)[offset : offset + last - first]
         return rows.transpose(0, 1)[None, ..., None].to(self.dtype)
 
 
