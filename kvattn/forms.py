@@ -165,3 +165,8 @@ def _remember(key: tuple[Any, ...], r: Request, given: dict[str, Any]) -> None:
     if large or not r.attend or r.gather_kv_indices is not None:
         index = None
     _forms[key] = Form(fixed, tensors, index)
+
+
+def known() -> list[Form]:
+    """The forms seen so far."""
+    return list(_forms.values())

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton import knobs
 from triton.runtime import driver
 
 from kvattn import values
@@ -212,12 +211,11 @@ class Replay:
     def __call__(self, given: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
         """out and lse, the latter empty unless asked for; None where the call needs a closer look.
 
-        That is in checked mode, under a profiler's launch hook, on another device than the current
-        one, for memory aligned otherwise, and where out may share memory with another tensor.
+        That is in checked mode, on another device than the current one, for memory aligned
+        otherwise, and where out may share memory with another tensor.
         """
-        hooked = knobs.runtime.launch_enter_hook or knobs.runtime.launch_exit_hook
         device = self.device
-        if hooked or values.strict() or driver.active.get_current_device() != device.index:
+        if values.strict() or driver.active.get_current_device() != device.index:
             return None
         tensors = [given[name] if name in given else self.held[name] for name in self.names]
         addresses = [tensor.data_ptr() for tensor in tensors]

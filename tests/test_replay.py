@@ -1,0 +1,149 @@
+"""Recorded calls on a stand-in for the GPU: what is launched again, with which addresses."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvattn
+from kvattn import api
+from kvattn.request import Request
+
+pytest.importorskip("triton")
+
+from kvattn.backends import triton_replay as replay
+
+
+class Kernel:
+    """Notes its launches; its parameters are q, keys, values, out, scratch, number, SIZE."""
+
+    arg_names = ("q", "keys", "values", "out", "scratch", "number", "SIZE")
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+
+    def warmup(self, *args: Any, grid: tuple[int, ...], **constants: Any) -> Kernel:
+        assert constants["SIZE"] == 3 and constants["num_warps"] == 4
+        return self
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, stream: self.launched.append((grid, stream, *args))
+
+
+def request(**changes: Any) -> Request:
+    given = {
+        "q": torch.randn(2, 1, 4, 8),
+        "k_cache": torch.randn(2, 16, 2, 8),
+        "v_cache": torch.randn(2, 16, 2, 8),
+        "cache_seqlens": torch.tensor([3, 4], dtype=torch.int32),
+    } | changes
+    bound = inspect.signature(kvattn.flash_attn_with_kvcache).bind(**given)
+    bound.apply_defaults()
+    return Request.of(**api.arguments(bound.arguments))
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    active = SimpleNamespace(get_current_device=lambda: None, get_current_stream=lambda i: 17)
+    monkeypatch.setattr(replay, "driver", SimpleNamespace(active=active))
+    return Kernel()
+
+
+def run(kernel: Any, copies: bool = False) -> Any:
+    def launch(r: Request) -> None:
+        target = replay.target()
+        out, _ = target.outputs(r)
+        scratch = target.scratch(10, r.lead.device)
+        k = r.k_cache.clone() if copies and r.k_cache is not None else r.k_cache
+        args = (r.q, k, r.v_cache, out, scratch, 5)
+        target.launch(kernel, (7,), args, {"SIZE": 3}, num_warps=4)
+
+    return launch
+
+
+def tensors(r: Request) -> dict[str, Tensor]:
+    names = ("q", "k_cache", "v_cache", "cache_seqlens")
+    return {name: getattr(r, name) for name in names}
+
+
+def test_a_replay_launches_with_the_next_calls_addresses(kernel: Kernel) -> None:
+    recorded = replay.record(request(), run(kernel))
+    assert recorded is not None and kernel.launched == []
+    for _ in range(2):
+        given = tensors(request())
+        result = recorded(given)
+        assert result is not None and result[0].shape == (2, 1, 4, 8)
+        grid, stream, q, k, v, out, scratch, number, size = kernel.launched.pop()
+        assert (grid, stream, number, size) == ((7, 1, 1), 17, 5, 3)
+        assert [q, k, v] == [given[n].data_ptr() for n in ("q", "k_cache", "v_cache")]
+        assert out == result[0].data_ptr() and scratch not in (q, k, v, out, 0)
+
+
+def test_tensors_that_are_not_named_are_those_of_the_recorded_call(kernel: Kernel) -> None:
+    first = request()
+    recorded = replay.record(first, run(kernel))
+    assert recorded is not None
+    q = torch.randn(2, 1, 4, 8)
+    recorded({"q": q})
+    assert first.k_cache is not None
+    assert kernel.launched[0][2:4] == (q.data_ptr(), first.k_cache.data_ptr())
+
+
+def test_copies_of_the_launch_code_cannot_be_replayed(kernel: Kernel) -> None:
+    assert replay.record(request(), run(kernel, copies=True)) is None
+
+
+def test_views_at_one_address_cannot_be_told_apart(kernel: Kernel) -> None:
+    both = torch.randn(2, 16, 2, 8)
+    r = request(k_cache=both, v_cache=both[...])
+    recorded = replay.record(r, run(kernel))
+    assert recorded is not None, "the tensors themselves can"
+
+    def launch(r: Request) -> None:
+        assert r.k_cache is not None
+        args = (r.q, r.k_cache.view(torch.int32), r.v_cache, r.q, r.q, 5)
+        replay.target().launch(kernel, (7,), args, {"SIZE": 3}, num_warps=4)
+
+    assert replay.record(r, launch) is None
+    assert replay.record(request(), launch) is not None
+
+
+def test_other_alignment_is_left_to_the_long_way(kernel: Kernel) -> None:
+    recorded = replay.record(request(), run(kernel))
+    assert recorded is not None
+    odd = torch.randn(2 * 4 * 8 + 1)[1:].view(2, 1, 4, 8)
+    assert recorded({"q": odd}) is None and kernel.launched == []
+
+
+def test_checked_mode_is_left_to_the_long_way(kernel: Kernel) -> None:
+    recorded = replay.record(request(), run(kernel))
+    assert recorded is not None
+    with kvattn.checked():
+        assert recorded({}) is None
+    assert recorded({}) is not None
+
+
+def test_the_callers_out(kernel: Kernel) -> None:
+    recorded = replay.record(request(out=torch.zeros(2, 1, 4, 8)), run(kernel))
+    assert recorded is not None
+    out, q = torch.zeros(2, 1, 4, 8), torch.randn(2, 1, 4, 8)
+    result = recorded({"q": q, "out": out})
+    assert result is not None and result[0] is out
+    assert kernel.launched.pop()[5] == out.data_ptr()
+    assert recorded({"q": q, "out": q}) is None and kernel.launched == []
+
+
+def test_scratch_is_shared_by_the_calls_of_a_stream(kernel: Kernel) -> None:
+    device = torch.device("cpu")
+    spaces = replay.Workspaces()
+    small = spaces.scratch(10, device)
+    assert spaces.scratch(20, device) is small
+    large = spaces.scratch(small.numel() + 1, device)
+    assert large.numel() > small.numel() and spaces.scratch(1, device) is large
+    counters = spaces.counters(10, device)
+    assert not counters.any() and spaces.counters(100, device) is counters
