@@ -26,6 +26,14 @@ class _Reading(NamedTuple):
     shared: dict[str, Any]
 
 
+class _Source(NamedTuple):
+    """Where a tensor of a request comes from."""
+
+    field: str
+    name: str  # of the caller's argument
+    shape: tuple[int, ...] | None  # that it is expanded to
+
+
 class Form:
     """A checked call without its tensors: calls of the same form need no structural checks.
 
@@ -34,10 +42,10 @@ class Form:
     """
 
     def __init__(
-        self, fixed: dict[str, Any], tensors: list[tuple[str, str]], index: list[str] | None
+        self, fixed: dict[str, Any], tensors: list[_Source], index: list[str] | None
     ) -> None:
         self.fixed = fixed  # scalars, and whatever follows from shapes
-        self.tensors = tensors  # (field, name of the argument it comes from)
+        self.tensors = tensors
         self.index = index  # the index tensors; None if the values are not worth remembering
         self.last: _Reading | None = None
         self.prepared: Prepared | None = None  # the rest of a call, whatever its numbers are
@@ -53,7 +61,7 @@ class Form:
 
     def named(self, given: dict[str, Any]) -> dict[str, Tensor]:
         """The tensors of a call of this form by the names of the request's fields."""
-        return {field: given[name] for field, name in self.tensors}
+        return {field: given[name] for field, name, _ in self.tensors}
 
     def _check(self, r: Request) -> None:
         """Value checks, unless they have passed for these very numbers."""
@@ -72,8 +80,8 @@ class Form:
         request = object.__new__(Request)
         own = request.__dict__
         own.update(self.fixed)
-        for field, name in self.tensors:
-            own[field] = given[name]
+        for field, name, shape in self.tensors:
+            own[field] = given[name] if shape is None else given[name].expand(shape)
         own["pool"] = own["v_cache"]
         return request
 
@@ -148,23 +156,35 @@ def _remember(key: tuple[Any, ...], r: Request, given: dict[str, Any]) -> None:
     fixed = {name: getattr(r, name) for name in NAMES}
     tensors = []
     for field, value in fixed.items():
-        if isinstance(value, Tensor):
-            # By name: one tensor may be given twice in this call and not in the next.
-            sources = [n for n in (field, _SOURCES.get(field)) if n and given.get(n) is value]
-            if not sources:
+        if isinstance(value, Tensor) and type(given.get(field)) not in (int, float):
+            source = _source(field, value, given)
+            if source is None:
                 return
-            tensors.append((field, sources[0]))
-    for field, _ in tensors:
+            tensors.append(source)
+        elif isinstance(value, Tensor) and field in _INDEX:
+            return  # one number for all lengths: another one the next time
+    for field, _, _ in tensors:
         del fixed[field]
     if r.attend:
         fixed |= {name: getattr(r, name) for name in _BY_SHAPE}
     if len(_forms) >= _MAX_FORMS:
         _forms.clear()
-    index: list[str] | None = [name for name, _ in tensors if name in _INDEX]
+    index: list[str] | None = [field for field, _, _ in tensors if field in _INDEX]
     large = any(getattr(r, name).numel() > _MAX_NUMBERS for name in index or ())
     if large or not r.attend or r.gather_kv_indices is not None:
         index = None
     _forms[key] = Form(fixed, tensors, index)
+
+
+def _source(field: str, value: Tensor, given: dict[str, Any]) -> _Source | None:
+    """By name: one tensor may be given twice in this call and not in the next."""
+    for name in filter(None, (field, _SOURCES.get(field))):
+        own = given.get(name)
+        if own is value:
+            return _Source(field, name, None)
+        if field.endswith("descale") and isinstance(own, Tensor) and own.device == value.device:
+            return _Source(field, name, tuple(value.shape))
+    return None
 
 
 def known() -> list[Form]:
