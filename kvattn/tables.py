@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
-from typing import NamedTuple, SupportsIndex, overload
+from typing import Any, NamedTuple, SupportsIndex, overload
 
 import torch
 from torch import Tensor
@@ -425,10 +425,17 @@ class _Mirror:
     """
 
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
-        self._cells = array("i", [-1]) * math.prod(shape)
-        self._host = torch.frombuffer(self._cells, dtype=torch.int32)
+        self._hold(array("i", [-1]) * math.prod(shape), shape, device)
+
+    def _hold(self, cells: array[int], shape: tuple[int, ...], device: torch.device) -> None:
+        self._cells = cells
+        self._host = torch.frombuffer(cells, dtype=torch.int32)
         self.tensor = (self._host if device.type == "cpu" else self._host.to(device)).view(shape)
         self._changed: list[tuple[int, int]] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles hold cells of their own, and a tensor that is their memory."""
+        return _mirror, (self._cells, tuple(self.tensor.shape), self.tensor.device)
 
     def write(self, start: int, values: Sequence[int]) -> None:
         """Sets the cells from ``start`` on, counted in row-major order."""
@@ -455,6 +462,12 @@ class _Mirror:
     def _snapshot(self, host: Tensor) -> Tensor:
         """Pinned memory that later writes do not touch, so that the copy can run behind us."""
         return host.pin_memory() if self.tensor.is_cuda else host
+
+
+def _mirror(cells: array[int], shape: tuple[int, ...], device: torch.device) -> _Mirror:
+    mirror = object.__new__(_Mirror)
+    mirror._hold(array("i", cells), shape, device)
+    return mirror
 
 
 def positive(name: str, value: int) -> int:

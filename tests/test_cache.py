@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -593,3 +595,18 @@ def test_books_arrive_in_order_while_the_device_is_busy() -> None:
         assert lengths.tolist() == [step] * 500
         rows = [list(cache.pages(seq)[:step]) + [-1] * (40 - step) for seq in seqs]
         assert table.tolist() == rows
+
+
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
+def test_copies_have_tables_of_their_own(twin: Any) -> None:
+    cache = make_cache(num_pages=8, page_size=4)
+    seq = cache.allocate()
+    cache.reserve({seq: 5})
+    cache.commit({seq: 5})
+    other = twin(cache)
+    other.reserve({seq: 6})
+    other.commit({seq: 6})
+    assert cache.lengths[seq] == 5 and other.lengths[seq] == 11
+    assert (cache.page_table[seq] >= 0).sum() == 2 and (other.page_table[seq] >= 0).sum() == 3
+    cache.k(0)[0] = 1.0
+    assert not torch.equal(other.k(0)[0], cache.k(0)[0])
