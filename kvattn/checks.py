@@ -122,7 +122,7 @@ def _query(raw: Any) -> None:
         if tensor is None:
             continue
         if tensor.dtype not in WIDE and tensor.dtype not in quant.FP8:
-            raise E.QueryDtypeError(name, str(tensor.dtype), "float16, bfloat16, float32 or FP8")
+            raise E.QueryDtypeError(name, str(tensor.dtype), "16, 32 or 64-bit floats or FP8")
         if tensor.dim() != rank:
             raise E.QueryRankError(name, shape(tensor), f"{rank} dimensions here")
     if raw.qv is not None and raw.q is not None:

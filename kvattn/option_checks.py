@@ -98,7 +98,7 @@ def _integer(value: Any, name: str, kind: type[E.KvattnError]) -> int:
 
 def _number(value: Any, name: str, kind: type[E.KvattnError]) -> float:
     try:
-        number = float(value)
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):

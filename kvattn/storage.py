@@ -87,7 +87,7 @@ class PageStorage:
 def _check_dtype(dtype: torch.dtype, descales: tuple[Scale, Scale], token_descale: bool) -> None:
     if dtype not in _FLOAT_DTYPES + _BYTE_DTYPES:
         names = ", ".join(str(allowed) for allowed in _FLOAT_DTYPES + _BYTE_DTYPES)
-        raise CacheStorageDtypeError("dtype", dtype, names)
+        raise CacheStorageDtypeError("dtype", repr(dtype), names)
     if token_descale and dtype not in _BYTE_DTYPES:
         raise CacheDescaleError("token_descale", f"True with {dtype}", "an 8-bit dtype")
     if token_descale and any(scale is not None for scale in descales):

@@ -343,6 +343,8 @@ OPTIONS = [
     Bad(61, E.ModCallableError, "aux_tensors", "five arguments or fewer", DENSE,
         given(aux_tensors=[torch.ones(1)], score_mod=five)),
     Bad(0, E.ModResultError, "score_mod", "IndexError", APPEND, given(score_mod=too_small)),
+    Bad(0, E.SoftmaxScaleError, "softmax_scale", "0.125", DENSE, given(softmax_scale="0.125")),
+    Bad(0, E.SoftcapError, "softcap", "30", DENSE, given(softcap="30")),
     Bad(62, E.BlockSparseError, "block_sparse_tensors", "torch.int64", DENSE,
         blocks(mask_block_cnt=torch.ones(1, 1, 1, dtype=I64))),
     Bad(62, E.BlockSparseError, "block_sparse_tensors", "(1, 1)", DENSE,

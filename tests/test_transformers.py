@@ -201,6 +201,8 @@ def test_copies_and_selections_of_a_prefix() -> None:
         assert torch.allclose(rest(copy.deepcopy(prefix), [0, 1, 2]), wanted[:, 9:], atol=1e-4)
     twice.batch_repeat_interleave(2)
     assert twice.batch_size == 6
+    with pytest.raises(BatchSelectionError):
+        twice.batch_select_indices(torch.tensor([0, 6]))
     twice.batch_select_indices(torch.tensor([5, 0]))
     assert torch.allclose(rest(twice, [2, 0]), wanted[[2, 0], 9:], atol=1e-4)
     with pytest.raises(BatchSelectionError):

@@ -46,7 +46,7 @@ class DuplicateSequenceError(ArgumentValueError):
 
     code = "KV205"
     problem = "a sequence may appear only once"
-    fix = "add its token counts up and name it once"
+    fix = "name each sequence once; where it has several token counts, add them up"
 
 
 class TokenCountError(ArgumentValueError):
@@ -54,7 +54,7 @@ class TokenCountError(ArgumentValueError):
 
     code = "KV206"
     problem = "a count must be a non-negative integer"
-    fix = "pass one count per sequence, for example {seq: 1}"
+    fix = "pass an int of at least 0; reserve and commit take one per sequence, as in {seq: 1}"
 
 
 class TruncateLengthError(ArgumentValueError):
@@ -94,7 +94,7 @@ class CacheStorageDtypeError(ArgumentTypeError):
 
     code = "KV211"
     problem = "the cache cannot be stored in this dtype"
-    fix = "use a 16-, 32- or 64-bit float dtype, torch.float8_e4m3fn, float8_e5m2 or torch.int8"
+    fix = "pass one of these torch dtypes; getattr(torch, name) gives it for a name"
 
 
 class CacheDescaleError(ArgumentValueError):
@@ -118,7 +118,10 @@ class ReorderError(ArgumentValueError):
 
     code = "KV214"
     problem = "reorder needs one source position for every sequence"
-    fix = "pass as many positions as sequences, each from 0 to the number of sequences - 1"
+    fix = (
+        "pass a position from 0 for each sequence, and name the sequences with seqs unless all "
+        "live ones take part"
+    )
 
 
 class CaptureError(KvattnError, RuntimeError):

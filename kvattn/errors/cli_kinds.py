@@ -35,3 +35,27 @@ class DeviceUnavailableError(ArgumentValueError):
     code = "KV504"
     problem = "PyTorch cannot use this device"
     fix = "see `kvattn doctor`, or leave the device out to stay on the CPU"
+
+
+class SitePackageError(KvattnError, ImportError):
+    """A package that writes or serves the pages about errors is not installed."""
+
+    code = "KV505"
+    problem = "the pages about errors need a package that is not installed"
+    fix = "pip install 'kvattn[site]'"
+
+
+class ExportTargetError(KvattnError, OSError):
+    """The pages cannot be written to this directory, or something else lies in their way there."""
+
+    code = "KV506"
+    problem = "the pages about errors cannot be written there"
+    fix = "name a new or empty directory, or one that holds an earlier export"
+
+
+class ListenAddressError(KvattnError, OSError):
+    """No server can listen at this host and port: taken, not allowed, or not of this machine."""
+
+    code = "KV507"
+    problem = "the pages about errors cannot be served at this address"
+    fix = "pass --port 0 for any free port, and a --host of this machine"

@@ -82,7 +82,7 @@ class HeadRatioError(ArgumentValueError):
 
     code = "KV110"
     problem = "the number of query heads must be a multiple of the number of kv heads"
-    fix = "repeat or drop heads so that H % Hk == 0"
+    fix = "make H a multiple of Hk; heads stand last but one, as in (batch, seqlen, heads, dim)"
 
 
 class CacheHeadsDifferError(ArgumentValueError):
@@ -161,11 +161,14 @@ class LengthOverCapacityError(ArgumentValueError):
 
 
 class NegativeLengthError(ArgumentValueError):
-    """A cached length below -1 has no meaning."""
+    """A length below -1 has no meaning, nor one that leaves out tokens that slot_mapping stores."""
 
     code = "KV123"
-    problem = "a length is negative"
-    fix = "use 0 for an empty row and -1 for an inactive one"
+    problem = "a length is negative, or does not count the tokens of slot_mapping"
+    fix = (
+        "use 0 for an empty row and -1 for an inactive one; with slot_mapping count the new "
+        "tokens too"
+    )
 
 
 class LengthsDtypeError(ArgumentTypeError):
@@ -311,7 +314,7 @@ class NotATensorError(ArgumentTypeError):
 
     code = "KV171"
     problem = "a torch.Tensor is needed"
-    fix = "convert it with torch.as_tensor"
+    fix = "pass a tensor; torch.as_tensor makes one of a list or an array"
 
 
 class CacheRankError(ArgumentValueError):

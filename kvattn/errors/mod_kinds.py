@@ -40,7 +40,7 @@ class ModIndexError(ArgumentValueError):
     fix = "index every dimension at once, from the first: table[h, q_idx - kv_idx]"
 
 
-class ModResultError(ArgumentTypeError):
+class ModReturnError(ArgumentTypeError):
     """The mod does not return one number or one truth value for each score."""
 
     code = "KV605"
@@ -80,7 +80,7 @@ class IntervalError(ArgumentTypeError):
 
     code = "KV609"
     problem = "a bound must be a callable (b, h, q_idx) or (b, h, q_idx, seqlen_info, aux_tensors)"
-    fix = "return the first visible key for lo and the key after the last for hi"
+    fix = "give lo, hi or both: lo returns the first visible key, hi the key after the last"
 
 
 class TritonMissingError(KvattnError, ImportError):

@@ -28,7 +28,10 @@ class RotaryShapeError(ArgumentValueError):
     problem = (
         "rotary tables must be two equal (positions, R/2) tensors with R at most the head dimension"
     )
-    fix = "slice the tables to R/2 columns"
+    fix = (
+        "give both the shape (positions, R/2); where every angle is there twice keep the first "
+        "half, cos[:, : R // 2]"
+    )
 
 
 class RotaryDtypeError(ArgumentTypeError):
@@ -36,7 +39,7 @@ class RotaryDtypeError(ArgumentTypeError):
 
     code = "KV146"
     problem = "rotary tables must be float32 or have the query's dtype"
-    fix = "cast both tables alike"
+    fix = "cast both to float32, or both to the dtype of what is rotated"
 
 
 class RotaryTableShortError(ArgumentValueError):
@@ -113,7 +116,7 @@ class AlibiSlopesError(ArgumentValueError):
 
     code = "KV155"
     problem = "alibi_slopes must be float32 of shape (heads,) or (batch, heads)"
-    fix = "pass one slope per query head"
+    fix = "pass one float32 slope per query head"
 
 
 class QueryValueError(ArgumentValueError):
@@ -174,7 +177,10 @@ class ModResultError(ArgumentValueError):
 
     code = "KV185"
     problem = "a score_mod or mask_mod must take every index and give one value for each"
-    fix = "index captured tensors with q_idx and kv_idx only, and size them by the call's lengths"
+    fix = (
+        "size captured tensors for every index up to those lengths, return one value for each "
+        "index, and bools from a mask_mod"
+    )
 
 
 class BlockSparseError(ArgumentValueError):
@@ -182,7 +188,10 @@ class BlockSparseError(ArgumentValueError):
 
     code = "KV162"
     problem = "block-sparse tensors must be int32 counts and indices of the documented shape"
-    fix = "pass (B|1, H|1, Mb) counts and (B|1, H|1, Mb, N) indices"
+    fix = (
+        "pass int32 counts (B|1, H|1, Mb) and indices (B|1, H|1, Mb, N), or gather_kv_indices of "
+        "the query's leading shape and K"
+    )
 
 
 class NumSplitsError(ArgumentValueError):
@@ -248,7 +257,7 @@ class FlagError(ArgumentTypeError):
 
     code = "KV179"
     problem = "a flag must be True or False"
-    fix = "pass a bool"
+    fix = "pass a bool, for example bool(x)"
 
 
 class UnknownBackendError(ArgumentValueError):
@@ -264,7 +273,10 @@ class MergeStatesError(ArgumentValueError):
 
     code = "KV182"
     problem = "partial results must agree in shape"
-    fix = "pass outs of one shape (..., heads, dim) and lses of shape (..., heads) or head first"
+    fix = (
+        "pass outs (batch, seqlen, heads, dim) with lses (batch, heads, seqlen), or packed outs "
+        "(total, heads, dim) with lses (heads, total)"
+    )
 
 
 class RotaryArgumentsError(ArgumentValueError):
@@ -276,11 +288,11 @@ class RotaryArgumentsError(ArgumentValueError):
 
 
 class IntArgumentError(ArgumentTypeError):
-    """An argument that must be an integer is something else."""
+    """An argument that must be a non-negative integer is something else."""
 
     code = "KV184"
-    problem = "an integer is needed"
-    fix = "pass an int"
+    problem = "a non-negative integer is needed"
+    fix = "pass an int of at least 0, or None"
 
 
 class BackendRefusesError(RefusedError):

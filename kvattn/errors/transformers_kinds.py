@@ -50,7 +50,10 @@ class PaddingError(ArgumentValueError):
 
     code = "KV406"
     problem = "the padding cannot be left out of the cache"
-    fix = "pad on the left (tokenizer.padding_side = 'left'); old columns keep their mask"
+    fix = (
+        "pad on the left (tokenizer.padding_side = 'left'), and pass the mask of all columns so "
+        "far, the old ones unchanged"
+    )
 
 
 class StepIncompleteError(KvattnError, RuntimeError):
@@ -98,4 +101,4 @@ class BatchSelectionError(ArgumentValueError):
 
     code = "KV412"
     problem = "the rows do not select sequences of the cache"
-    fix = "pass row numbers from 0 to the batch size - 1"
+    fix = "pass at least one row, from 0 to the batch size - 1, or a number of repeats above 0"

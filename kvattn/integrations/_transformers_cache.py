@@ -278,7 +278,8 @@ class KvattnCache(Cache):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the rows that ``indices`` names, in that order; a bool tensor keeps its rows."""
         if self.sequences.columns:
-            self._select(torch.arange(self.batch_size)[indices.cpu()].tolist())
+            rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+            self._select(rows.tolist())
 
     def _select(self, rows: Sequence[int]) -> None:
         self.sequences.select(rows)

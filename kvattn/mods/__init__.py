@@ -88,7 +88,7 @@ def lower_score_mod(
     Raises:
         ModCallableError: another number of arguments.
         ModLoweringError: an operation that no kernel can run; the message names it.
-        ModBranchError, ModCaptureError, ModIndexError, ModResultError, ModShapeError,
+        ModBranchError, ModCaptureError, ModIndexError, ModReturnError, ModShapeError,
         ModTraceError, ModWriteError: see kvattn.errors.mod_kinds.
     """
     return _lower("score_mod", fn, aux_tensors, device)

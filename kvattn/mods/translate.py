@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from kvattn.errors.mod_kinds import ModLoweringError, ModResultError, ModWriteError
+from kvattn.errors.mod_kinds import ModLoweringError, ModReturnError, ModWriteError
 from kvattn.mods.lowering import Body, Grid, Operand, Value, constant, dtype_of, meta, noted
 from kvattn.mods.pointwise import POINTWISE
 from kvattn.mods.structure import STRUCTURE, name_of, operand
@@ -78,7 +78,7 @@ def _result(body: Body, env: Mapping[Node, Operand], result: Any) -> str:
     if isinstance(x, (bool, int, float)):
         x = constant(x, dtype)
     if not isinstance(x, Value):
-        raise ModResultError(body.argument, type(result).__name__, "a tensor or a number")
+        raise ModReturnError(body.argument, type(result).__name__, "a tensor or a number")
     code = body.cast(x, dtype)
     if x.literal is not None:
         code = f"tl.full([1, 1], {code}, {triton_type})"
