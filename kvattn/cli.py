@@ -17,7 +17,7 @@ def app() -> typer.Typer:
     """All commands."""
     import typer
 
-    from kvattn.commands import doctor, explain, generate, root
+    from kvattn.commands import bench, doctor, errors, errors_site, explain, generate, root, scan
 
     kvattn = typer.Typer(
         name="kvattn",
@@ -33,14 +33,24 @@ def app() -> typer.Typer:
     kvattn.command(epilog=root.EXIT_CODES)(generate.generate)
     kvattn.command()(explain.explain)
     kvattn.command()(doctor.doctor)
+    kvattn.command()(scan.scan)
+    pages = typer.Typer(help=root.ERRORS_HELP, no_args_is_help=True)
+    pages.command("list")(errors.list_errors)
+    pages.command()(errors.show)
+    pages.command()(errors.find)
+    pages.command()(errors_site.export)
+    pages.command()(errors_site.serve)
+    kvattn.add_typer(pages, name="errors")
+    kvattn.add_typer(bench.app(), name="bench")
     return kvattn
 
 
 def main() -> None:
     """What the console script runs.
 
-    Exit codes: 0 done; 1 --verify found other tokens, or doctor nothing usable; 2 usage; 3 the
-    model cannot be loaded; 4 another error of kvattn; 130 interrupted.
+    Exit codes: 0 done; 1 an answer that a script can act on: --verify found other tokens, doctor
+    nothing usable, scan a refused call, errors find nothing; 2 usage; 3 the model cannot be
+    loaded; 4 another error of kvattn; 130 interrupted.
     """
     try:
         run = app()

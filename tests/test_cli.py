@@ -471,7 +471,8 @@ def test_explain(invoke: Invoke) -> None:
 
 def test_explain_as_json(invoke: Invoke) -> None:
     found = explained(invoke)
-    assert list(found) == ["device", "backend", "kernel", "verdicts", "tensors", "options"]
+    fields = ["device", "backend", "kernel", "verdicts", "peers", "tensors", "options"]
+    assert list(found) == fields
     assert found["backend"] == "cpu"
     assert found["verdicts"]["reference"] is None
     assert found["tensors"]["k_cache"] == {

@@ -233,7 +233,8 @@ def test_messages_teach_by_example() -> None:
         kvattn.flash_attn_with_kvcache(**inputs)
     assert str(caught.value) == (
         "[KV122] cache_seqlens[1]: a length exceeds the capacity of its row. Got 9; allowed: <= 8. "
-        "Fix: pass the true lengths, or a larger cache or page table."
+        "Fix: pass the true lengths, or a larger cache or page table. "
+        "Explain: kvattn errors show KV122"
     )
 
 

@@ -40,7 +40,7 @@ NAMES = {
 FLOORS = (
     {"cli"},
     {"commands"},
-    {"doctor", "generation"},
+    {"doctor", "generation", "scan", "site"},
     {"bench", "integrations", "models"},
     {"kvattn"},  # the public names
     {"cache", "distributed", "explanation", "testing"},
@@ -50,12 +50,15 @@ FLOORS = (
     {"plan"},
     {"request"},
     {"checks", "option_checks", "values"},
-    {"kernels", "metadata", "mods", "pages", "quant", "rotary", "storage", "tables"},
+    {"kernels", "metadata", "mods", "pages", "peers", "quant", "rotary", "storage", "tables"},
     {"errors"},
 )
 
 # Packages that cost a user of the functions time, or that may not be there at all.
-OPTIONAL = ("accelerate", "gguf", "hypothesis", "rich", "transformers", "triton", "typer")
+OPTIONAL = (
+    *("accelerate", "gguf", "hypothesis", "pygments", "rich", "starlette", "transformers"),
+    *("triton", "typer", "uvicorn"),
+)
 
 
 def python(code: str, *arguments: str) -> Any:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console, RenderableType
+from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from kvattn.commands.terminal import (
     outcomes,
     print_json,
 )
+from kvattn.commands.verdicts import add_verdicts, verdict_table
 from kvattn.explanation import Explanation
 from kvattn.explanation import explain as plan_of
 
@@ -138,7 +140,7 @@ def explain(
         bool, typer.Option("--json", help="Print one JSON object and no more.")
     ] = False,
 ) -> None:
-    """Print the plan of a flash_attn_with_kvcache call; computes nothing.
+    """Print the plan of a flash_attn_with_kvcache call, and why no other library; computes nothing.
 
     Shapes stand for tensors, so any size can be asked for, and any kind of device.
     """
@@ -169,7 +171,10 @@ def explain(
     if as_json:
         print_json({"device": found.facts.device, **found.to_dict()})
     else:
-        Console(highlight=False).print(facts(_rows(found)))
+        console = Console(highlight=False)
+        console.print(facts(_rows(found)))
+        console.print(Text("\nOther libraries", "bold"))
+        console.print(_peers(found))
 
 
 class _Shapes:
@@ -245,3 +250,15 @@ def _rows(found: Explanation) -> list[tuple[str, RenderableType]]:
         dtype = str(tensor.dtype).removeprefix("torch.")
         rows.append((name, f"{' x '.join(map(str, tensor.shape))} {dtype}"))
     return rows
+
+
+def _peers(found: Explanation) -> Table:
+    """Every other library: what is installed of it, and why it would not do."""
+    table = verdict_table()
+    for answer in found.peers:
+        installed = f"{answer.version} installed" if answer.version else "not installed"
+        takes = "" if answer.verdicts else ": could take the call"
+        about = Text.assemble(answer.peer.title, (f", {installed}{takes}", "dim"))
+        table.add_row(Text(answer.peer.name, "bold"), "", about)
+        add_verdicts(table, answer.verdicts, name="")
+    return table

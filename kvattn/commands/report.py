@@ -162,7 +162,10 @@ def fields(
         "kv_bytes_allocated": run.stats.bytes,
         "fused": run.fused,
         "backend": _backends(run),
-        "plan": {phase: "\n".join(map(str, plans)) for phase, plans in run.plans.items()},
+        "plan": {
+            phase: "\n".join(found.summary() for found in plans)
+            for phase, plans in run.plans.items()
+        },
         "verify": None if verdict is None else _verdict_fields(verdict),
     }
 

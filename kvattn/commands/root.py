@@ -8,7 +8,11 @@ import typer
 
 from kvattn import __version__
 
-HELP = "Attention over a KV cache: run a model, explain a call, look at this machine."
+HELP = (
+    "Attention over a KV cache: run a model, explain a call or an error, look at this machine, "
+    "scan a repository that is to be ported."
+)
+ERRORS_HELP = "What an error means and how to mend it: kvattn's own and those of other libraries."
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -17,13 +21,17 @@ EXAMPLES = """[bold]Examples[/]
   kvattn generate --model ./my-model --kv-dtype fp8_e4m3 --json < prompts.txt
   kvattn explain --batch 8 --seqlen-k 4096 --append 1 --rotary
   kvattn doctor
+  kvattn errors show KV121
+  python serve.py 2>&1 | kvattn errors find
+  kvattn scan --backend fa4 ./my-repository
 
 """
 
 EXIT_CODES = """[bold]Exit codes[/]
 
     0  done
-    1  --verify found other tokens, or doctor found nothing usable
+    1  --verify found other tokens, doctor found nothing usable, scan found a call that
+       is refused or changed, errors find or list found nothing
     2  the command line is wrong
     3  the model cannot be loaded
     4  another error of kvattn; its code and its fix are printed

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
@@ -95,7 +96,9 @@ def show_error(error: KvattnError) -> None:
     console = Console(stderr=True, highlight=False)
     console.print(Text.assemble((f"{error.code} ", "bold red"), (error.problem, "bold")))
     got, allowed, fix = Text(str(error.got)), Text(str(error.allowed)), Text(error.fix, "green")
-    console.print(facts([(error.argument, got), ("allowed", allowed), ("fix", fix)], indent=2))
+    explain = Text(error.explain())
+    rows = [(error.argument, got), ("allowed", allowed), ("fix", fix), ("explain", explain)]
+    console.print(facts(rows, indent=2))
 
 
 def print_json(value: dict[str, Any]) -> None:
@@ -145,6 +148,23 @@ def _lines(console: Console) -> Report:
             console.print(f"{done:4.0%}  {step}", soft_wrap=True, markup=False)
 
     return report
+
+
+class Verbatim:
+    """Text in whole lines, to be copied; print it with ``crop=False``."""
+
+    def __init__(self, text: Text) -> None:
+        self.text = text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from console.render(self.text, options.update(no_wrap=True, overflow="ignore"))
+
+
+def highlighted(code: str) -> Text:
+    """Python in colours."""
+    shown = Syntax("", "python", theme="ansi_dark").highlight(code.strip("\n"))
+    shown.rstrip()
+    return shown
 
 
 def size(count: int) -> str:

@@ -10,6 +10,7 @@ from kvattn.errors.base import (
     RefusedError,
 )
 from kvattn.errors.cache_kinds import *  # noqa: F403
+from kvattn.errors.catalogue_kinds import *  # noqa: F403
 from kvattn.errors.kinds import *  # noqa: F403
 from kvattn.errors.model_kinds import *  # noqa: F403
 from kvattn.errors.option_kinds import *  # noqa: F403

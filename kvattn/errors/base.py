@@ -27,10 +27,24 @@ class KvattnError(Exception):
         self.allowed = allowed
         if fix is not None:
             self.fix = fix
-        super().__init__(
-            f"[{self.code}] {argument}: {self.problem}. Got {got}; allowed: {allowed}. "
-            f"Fix: {self.fix}."
+        super().__init__(self._message(argument, got, allowed, self.fix))
+
+    @classmethod
+    def _message(cls, argument: object, got: object, allowed: object, fix: object) -> str:
+        return (
+            f"[{cls.code}] {argument}: {cls.problem}. Got {got}; allowed: {allowed}. "
+            f"Fix: {fix}. Explain: {cls.explain()}"
         )
+
+    @classmethod
+    def template(cls) -> str:
+        """The message, with what varies in {braces}."""
+        return cls._message("{argument}", "{got}", "{allowed}", "{fix}")
+
+    @classmethod
+    def explain(cls) -> str:
+        """The command that prints the page about this error."""
+        return f"kvattn errors show {cls.code}"
 
     def renamed(self, names: dict[str, str]) -> KvattnError:
         """The same error under the names that the caller of another function wrote."""
