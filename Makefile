@@ -5,12 +5,13 @@ READY := $(VENV)/.ready
 PINS := requirements/test.txt
 SYSTEM_PYTHON ?= python3
 ARGS ?=
+BACKENDS ?= triton
 GPU_WORKERS ?= 8  # most of the time goes into compiling
 CONTRACT := $(wildcard tests/test_contract*.py)  # what every backend is held to
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help run test lint format types check gpu-test clean
+.PHONY: help run bench test lint format types check gpu-test gpu-sanitize clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -20,6 +21,9 @@ run: $(READY) ## a language model answers three prompts, its KV cache in kvattn'
 		"What is the capital of France?" \
 		"Explain in one sentence what a cache is." \
 		"Why is the sky blue?"
+
+bench: $(READY) ## speed beside other libraries, and a page about it in build/bench
+	$(VENV)/bin/kvattn bench --out build/bench/results.json --report build/bench $(ARGS)
 
 test: $(READY) ## all tests, on the CPU (ARGS="-k name" picks some)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 $(ARGS)
@@ -42,9 +46,15 @@ check: lint types test ## what a change has to pass
 gpu-test: ## the contract suite on this machine's GPU, from the source tree, with its own Python
 	@$(SYSTEM_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || \
 		{ echo "gpu-test: $(SYSTEM_PYTHON) has no PyTorch that sees a CUDA device; no test was run" >&2; exit 1; }
-	KVATTN_TEST_DEVICE=cuda KVATTN_TEST_BACKENDS=triton PYTHONPATH=. \
+	KVATTN_TEST_DEVICE=cuda KVATTN_TEST_BACKENDS=$(BACKENDS) PYTHONPATH=. \
 		$(SYSTEM_PYTHON) -m pytest -p no:cacheprovider -n $(GPU_WORKERS) \
-		$(CONTRACT) tests/test_mods.py $(ARGS)
+		$(CONTRACT) tests/test_mods.py tests/test_gpu.py $(ARGS)
+
+gpu-sanitize: ## reads and writes outside tensors, and races, on this machine's GPU; some minutes
+	for tool in memcheck racecheck; do \
+		PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=.:tests compute-sanitizer --tool $$tool \
+			--error-exitcode 9 --print-limit 5 $(SYSTEM_PYTHON) tests/sanitize.py $(BACKENDS) || exit 9; \
+	done
 
 clean: ## removes the virtual environment and the tools' caches
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

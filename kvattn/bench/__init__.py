@@ -1,0 +1,3 @@
+"""Measuring attention on this machine: named shapes, peers beside us, distance to the limit."""
+
+from __future__ import annotations
