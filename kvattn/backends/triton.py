@@ -41,16 +41,21 @@ def kernel(facts: Facts) -> str:
 
 def run(r: Request, plan: Plan) -> tuple[Tensor, Tensor] | None:
     """Appends the new tokens, then attends. Returns (out, lse), or None for an append alone."""
+    from kvattn.backends import triton_decode as few
     from kvattn.backends import triton_launch as launch
 
     if (r.score_mod is not None or r.mask_mod is not None) and values.readable(r.pool):
         reference.try_mods(r)  # a table of the wrong shape would read as zeros
-    if r.k is not None:
+    decode = r.attend and few.takes(r)
+    if r.k is not None and not (decode and few.appends(r)):
         launch.append(r)
     if not r.attend:
         return None
     out, lse = r.outputs()
-    launch.attend(r, out, lse)
+    if decode:
+        few.decode(r, out, lse)
+    else:
+        launch.attend(r, out, lse)
     return out, lse
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -14,22 +15,22 @@ from kvattn.kernels.attention import attention as _attention
 from kvattn.request import Request
 
 _KINDS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2, torch.int8: 3}
-_TL = {torch.float16: triton.language.float16, torch.bfloat16: triton.language.bfloat16}
+TL = {torch.float16: triton.language.float16, torch.bfloat16: triton.language.bfloat16}
 _LEAF = 512  # keys in a fixed share of the batch-invariant mode
 
 
-def _raw(x: Tensor | None) -> Tensor | None:
+def raw(x: Tensor | None) -> Tensor | None:
     """FP8 and its scales as bytes: kernels decode them in integer arithmetic."""
     if x is None or x.dtype not in (*quant.FP8, torch.float8_e8m0fnu):
         return x
     return x.view(torch.uint8)
 
 
-def _kind(x: Tensor | None) -> int:
+def kind(x: Tensor | None) -> int:
     return 0 if x is None else _KINDS.get(x.dtype, 0)
 
 
-def _strides(cache: Tensor | None) -> tuple[int, int, int]:
+def strides(cache: Tensor | None) -> tuple[int, int, int]:
     """(block, row, head) strides; a packed cache has no blocks."""
     if cache is None:
         return (0, 0, 0)
@@ -48,11 +49,11 @@ def _mx_strides(scale: Tensor | None, data: Tensor | None) -> tuple[int, ...]:
     return (n, rm, h, rk, r32, r4, g4)
 
 
-def _scale_strides(scale: Tensor | None) -> tuple[int, ...]:
+def scale_strides(scale: Tensor | None) -> tuple[int, ...]:
     return (0, 0) if scale is None else tuple(scale.stride())
 
 
-def _table(r: Request) -> tuple[int, int, int, int]:
+def table(r: Request) -> tuple[int, int, int, int]:
     """(row stride of the page table, lines, blocks, slots of a block)."""
     if r.page_table is not None:
         table = r.page_table
@@ -62,16 +63,16 @@ def _table(r: Request) -> tuple[int, int, int, int]:
     return 0, r.pool.shape[0], r.pool.shape[0], r.page_size
 
 
-def _pow2(n: int) -> int:
+def pow2(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
 
 
-def _unit(x: Tensor | None) -> Tensor | None:
+def unit(x: Tensor | None) -> Tensor | None:
     """The tensor itself, or a copy if its last dimension is strided."""
     return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _rotary(x: Tensor | None) -> Tensor | None:
+def rotary(x: Tensor | None) -> Tensor | None:
     """A rotary table with packed rows; FP8 tables are widened."""
     if x is None:
         return None
@@ -81,14 +82,14 @@ def _rotary(x: Tensor | None) -> Tensor | None:
 def append(r: Request) -> None:
     """One launch that stores all new tokens."""
     assert r.k is not None and r.v is not None and r.k_cache is not None
-    k, v, k_cache, v_cache = _unit(r.k), _unit(r.v), r.k_cache, r.pool
+    k, v, k_cache, v_cache = unit(r.k), unit(r.v), r.k_cache, r.pool
     assert k is not None and v is not None
     ragged = r.cu_seqlens_k_new is not None
     tokens = k.shape[0] if ragged else k.shape[0] * k.shape[1]
     heads, d, dv = k.shape[-2], k.shape[-1], v.shape[-1]
     if tokens == 0 or heads == 0 or r.batch == 0:
         return
-    stride, lines, blocks, size = _table(r)
+    stride, lines, blocks, size = table(r)
     casts, scalings = [], []
     for new, cache, scale in ((k, k_cache, r.k_descale), (v, v_cache, r.v_descale)):
         cast = new.dtype != cache.dtype
@@ -99,19 +100,19 @@ def append(r: Request) -> None:
     half = 0 if r.rotary_cos is None else r.rotary_cos.shape[1]
     new_strides = [(0, *x.stride()[:2]) if ragged else x.stride()[:3] for x in (k, v)]
     _append[(tokens * heads,)](
-        _raw(k), _raw(v), _raw(k_cache), _raw(v_cache),
+        raw(k), raw(v), raw(k_cache), raw(v_cache),
         r.cache_seqlens, r.cu_seqlens_k_new, r.cache_batch_idx,
         None if r.slot_mapping is not None else r.page_table, r.slot_mapping, r.rotary_seqlens,
-        _rotary(r.rotary_cos), _rotary(r.rotary_sin),
-        r.k_descale, r.v_descale, _raw(r.sfk), _raw(r.sfv),
-        *new_strides, _strides(k_cache), _strides(v_cache),
-        _scale_strides(r.k_descale), _scale_strides(r.v_descale),
+        rotary(r.rotary_cos), rotary(r.rotary_sin),
+        r.k_descale, r.v_descale, raw(r.sfk), raw(r.sfv),
+        *new_strides, strides(k_cache), strides(v_cache),
+        scale_strides(r.k_descale), scale_strides(r.v_descale),
         _mx_strides(r.sfk, k_cache), _mx_strides(r.sfv, v_cache),
         stride, r.batch, max(1, k.shape[1]), lines, blocks, size, r.capacity,
         0 if r.rotary_cos is None else r.rotary_cos.shape[0],
-        HEADS=heads, D=d, DV=dv, DP=max(32, _pow2(d)), DVP=max(32, _pow2(dv)),
+        HEADS=heads, D=d, DV=dv, DP=max(32, pow2(d)), DVP=max(32, pow2(dv)),
         HALF=half, INTERLEAVED=r.rotary_interleaved,
-        KIND=_kind(k_cache), V_KIND=_kind(v_cache), CAST=casts[0], V_CAST=casts[1],
+        KIND=kind(k_cache), V_KIND=kind(v_cache), CAST=casts[0], V_CAST=casts[1],
         SCALING=scalings[0], V_SCALING=scalings[1],
         num_warps=1, enable_fp_fusion=False,  # the same roundings as plain torch
     )  # fmt: skip
@@ -119,13 +120,13 @@ def append(r: Request) -> None:
 
 def _halves(d: int) -> tuple[int, int]:
     """A head dim as one or two powers of two that waste little: 80 = 64 + 16, 576 = 512 + 64."""
-    whole = _pow2(d)
+    whole = pow2(d)
     if whole <= 64 or 4 * d > 3 * whole:
         return whole, 0
-    return whole // 2, _pow2(d - whole // 2)
+    return whole // 2, pow2(d - whole // 2)
 
 
-def _multiplied(r: Request) -> torch.dtype:
+def multiplied(r: Request) -> torch.dtype:
     """The dtype of the matrix products: the query's, unless the cache is wide and differs."""
     lead, kinds = r.lead.dtype, {x.dtype for x in (r.k_cache, r.v_cache) if x is not None}
     wide = {d for d in kinds if d not in quant.NARROW}
@@ -170,15 +171,30 @@ def _broadcast_strides(x: Tensor | None, shape: tuple[int, ...]) -> tuple[int, .
     return (0,) * len(shape) if x is None else tuple(x.expand(shape).stride())
 
 
-_SMS: dict[torch.device, int] = {}
-
-
-def _processors(device: torch.device) -> int:
+@functools.cache
+def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
-    if device not in _SMS:
-        _SMS[device] = torch.cuda.get_device_properties(device).multi_processor_count
-    return _SMS[device]
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def native_fp8(device: torch.device) -> bool:
+    """Whether the GPU converts FP8 itself, exactly as integer arithmetic does."""
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (8, 9)
+    )
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may use."""
+    if device.type != "cuda":
+        return 101_376
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", 65_536))
 
 
 class _Counters:
@@ -217,16 +233,16 @@ class _Counters:
         return arena[first : first + count]
 
 
-_COUNTERS = _Counters()
+COUNTERS = _Counters()
 
 
 def _tile(r: Request, rows: int, edited: bool) -> tuple[int, int, int, int]:
     """(BM, BN, warps, stages) for a tile of packed rows."""
     dim = max(r.lead.shape[-1], r.pool.shape[-1])
-    bm = min(64 if dim > 128 or edited else 128, _pow2(rows))
+    bm = min(64 if dim > 128 or edited else 128, pow2(rows))
     if dim > 256:
         bm = min(bm, 16 if r.qv is not None else 32)
-    wide = _multiplied(r) == torch.float32
+    wide = multiplied(r) == torch.float32
     bn = 64 if dim <= 128 else 32
     if wide:
         bn, bm = 32, min(bm, 32)
@@ -235,10 +251,10 @@ def _tile(r: Request, rows: int, edited: bool) -> tuple[int, int, int, int]:
     warps = 8 if bm >= 128 or dim > 256 else 4
     # the page table counts as a stage, so 5 keep two tiles of keys and values in flight
     stages = 2 if bm > 16 or dim > 128 or wide else 5
-    return bm, bn, warps, stages if _copyable(r) else 1
+    return bm, bn, warps, stages if copyable(r) else 1
 
 
-def _copyable(r: Request) -> bool:
+def copyable(r: Request) -> bool:
     """Whether rows of the caches start at multiples of 16 elements, as asynchronous copies need."""
     return all(
         step % 16 == 0
@@ -261,30 +277,35 @@ def attend(r: Request, out: Tensor, lse: Tensor) -> None:
         longest = -(-total // r.batch)
     score, mask = _mods(r)
     edited = r.softcap > 0 or any(x is not None for x in (r.rel_bias, r.alibi_slopes, score))
-    bm, bn, warps, stages = _tile(r, longest * group, edited or mask is not None)
+    rows = longest * group
+    if r.batch_invariant:  # one tile for any few query tokens
+        rows = 16 if longest <= 8 else 64
+    bm, bn, warps, stages = _tile(r, rows, edited or mask is not None)
     tiles = -(-total * group // bm)
     all_tiles = total * group // bm + r.batch if ragged else tiles * r.batch
     reach = r.capacity if r.window[0] is None else min(r.capacity, r.window[0] + longest + bn)
     splits, leaf = _splits(r, all_tiles * heads, reach, bn), 0
     if r.batch_invariant:
         splits, leaf = max(1, -(-r.capacity // _LEAF)), _LEAF
-    q, qv = _unit(r.q), _unit(r.qv)
+    q, qv = unit(r.q), unit(r.qv)
     d = lead.shape[-1] if r.q is not None else 16
     (da, db), (va, vb) = _halves(d), _halves(r.pool.shape[-1])
     split = splits > 1 or leaf > 0
     mr = min(bm, triton.next_power_of_2(group * (1 if ragged else total)))
+    if r.batch_invariant:
+        mr = bm
     span = 1 << min(4, max(0, (8192 // (mr * (va + vb))).bit_length() - 1))
     part = stats = count = None
     if split:
         spots = all_tiles * heads * splits * bm
         part = torch.empty(spots * (va + vb), dtype=torch.float32, device=lead.device)
         stats = torch.empty(spots * 2, dtype=torch.float32, device=lead.device)
-        count = _COUNTERS.take(all_tiles * heads, lead.device)
-    stride, lines, blocks, size = _table(r)
+        count = COUNTERS.take(all_tiles * heads, lead.device)
+    stride, lines, blocks, size = table(r)
     block_map, map_m, map_n = _block_map(r)
     scaled = any(x is not None for x in (r.q_descale, r.k_descale, r.v_descale))
     plain = score is None and mask is None and block_map is None and r.attention_chunk == 0
-    raw = not (edited or scaled or r.qv is not None) and r.softmax_scale > 0
+    unscaled = not (edited or scaled or r.qv is not None) and r.softmax_scale > 0
     map_strides = (0, 0, 0)
     if block_map is not None:
         b0 = 0 if block_map.shape[0] == 1 else block_map.stride(0)
@@ -292,7 +313,7 @@ def attend(r: Request, out: Tensor, lse: Tensor) -> None:
         map_strides = (b0, h0, block_map.stride(2))
     query = lambda x: (0, *x.stride()[:2]) if ragged else tuple(x.stride()[:3])  # noqa: E731
     none3 = (0, 0, 0)
-    dtype = _multiplied(r)
+    dtype = multiplied(r)
     left, right = r.window
     lse_strides = (0, *lse.stride()) if ragged else tuple(lse.stride())
     k_by_token = r.k_descale is not None and quant.per_token(r.k_descale, r.pool)
@@ -301,17 +322,17 @@ def attend(r: Request, out: Tensor, lse: Tensor) -> None:
     fresh = 0 if r.k is None or r.k.dim() == 3 else r.k.shape[1]
     tokens_sfv = r.sfv is not None and quant.mx_layout(r.sfv, r.pool, tokens=True) == "tokens"
     _attention[(all_tiles * heads * splits,)](
-        _raw(q), _raw(qv), _raw(r.k_cache), _raw(r.v_cache), out,
+        raw(q), raw(qv), raw(r.k_cache), raw(r.v_cache), out,
         lse if r.return_lse else None, part, stats, count,
         r.cache_seqlens, r.cu_seqlens_q, r.cu_seqlens_k, r.cu_seqlens_k_new, r.seqused_q,
         r.cache_leftpad, r.cache_batch_idx, r.page_table,
-        _rotary(r.rotary_cos), _rotary(r.rotary_sin), r.rotary_seqlens,
-        r.q_descale, r.k_descale, r.v_descale, _raw(r.sfq), _raw(r.sfk), _raw(r.sfv),
+        rotary(r.rotary_cos), rotary(r.rotary_sin), r.rotary_seqlens,
+        r.q_descale, r.k_descale, r.v_descale, raw(r.sfq), raw(r.sfk), raw(r.sfv),
         r.alibi_slopes, r.sinks, bias, block_map,
         () if score is None else score.aux, () if mask is None else mask.aux,
         none3 if q is None else query(q), none3 if qv is None else query(qv),
-        _strides(r.k_cache), _strides(r.v_cache), query(out), lse_strides,
-        _scale_strides(r.q_descale), _scale_strides(r.k_descale), _scale_strides(r.v_descale),
+        strides(r.k_cache), strides(r.v_cache), query(out), lse_strides,
+        scale_strides(r.q_descale), scale_strides(r.k_descale), scale_strides(r.v_descale),
         _mx_strides(r.sfq, r.q), _mx_strides(r.sfk, r.k_cache), _mx_strides(r.sfv, r.v_cache),
         _broadcast_strides(r.alibi_slopes, (r.batch, r.heads)),
         (0, 0, 0, 0) if bias is None else (0, *bias.stride()) if ragged else tuple(bias.stride()),
@@ -324,8 +345,8 @@ def attend(r: Request, out: Tensor, lse: Tensor) -> None:
         DA=da, DB=db, D=d, VA=va, VB=vb, DV=r.pool.shape[-1],
         HALF=0 if r.rotary_cos is None else r.rotary_cos.shape[1],
         INTERLEAVED=r.rotary_interleaved, ADVANCE=int(r.local),
-        DTYPE=_TL.get(dtype, triton.language.float32),
-        Q_KIND=_kind(lead), K_KIND=_kind(r.k_cache), V_KIND=_kind(r.v_cache),
+        DTYPE=TL.get(dtype, triton.language.float32),
+        Q_KIND=kind(lead), K_KIND=kind(r.k_cache), V_KIND=kind(r.v_cache),
         INCLUDED=r.slot_mapping is not None, HAS_LEFT=left is not None,
         HAS_RIGHT=right is not None, CHUNKED=r.attention_chunk > 0, CAPPED=r.softcap > 0,
         BY_TOKEN_K=k_by_token, BY_TOKEN_V=v_by_token, SFV_TOKENS=tokens_sfv,
@@ -333,7 +354,7 @@ def attend(r: Request, out: Tensor, lse: Tensor) -> None:
         SCORE_MOD=None if score is None else score.function,
         MASK_MOD=None if mask is None else mask.function, EDITED=edited,
         BM=bm, BN=bn, SPLIT=split, LEAF=leaf, REVERSED=right is not None, MR=mr, SPAN=span,
-        PLAIN=plain, RAW=raw, ALIGNED=size % bn == 0 and r.cache_leftpad is None,
+        PLAIN=plain, RAW=unscaled, ALIGNED=size % bn == 0 and r.cache_leftpad is None,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
@@ -343,7 +364,7 @@ def _splits(r: Request, programs: int, reach: int, bn: int) -> int:
     most = max(1, -(-reach // bn))
     if r.num_splits > 0:
         return min(r.num_splits, most, 256)
-    wanted = _processors(r.lead.device) // max(1, programs)
+    wanted = processors(r.lead.device) // max(1, programs)
     return max(1, min(wanted, most, 128))
 
 

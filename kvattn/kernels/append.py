@@ -76,27 +76,38 @@ def append(
         base = tl.load(BASES + owner).to(tl.int64)
     place = base + step
     turning = keep & (place >= 0) & (place < positions)
-    _token(
-        K + k_at, K_CACHE, K_SCALE, SFK, owner, head, block, offset, keep, turning, place, COS, SIN,
-        k_cache_strides, k_scale_strides, sfk_strides,
-        D, DP, HALF, INTERLEAVED, KIND, CAST, SCALING, SFK is not None,
+    d = tl.arange(0, DP)
+    e = tl.arange(0, DVP)
+    x = as_stored(
+        K + k_at, d, K_SCALE, SFK, owner, head, block, offset, keep, turning, place, COS, SIN,
+        positions, k_scale_strides, sfk_strides,
+        D, DP, HALF, INTERLEAVED, KIND, CAST, SCALING, SFK is not None, K_CACHE.dtype.element_ty,
     )  # fmt: skip
-    _token(
-        V + v_at, V_CACHE, V_SCALE, SFV, owner, head, block, offset, keep, turning, place, COS, SIN,
-        v_cache_strides, v_scale_strides, sfv_strides,
+    y = as_stored(
+        V + v_at, e, V_SCALE, SFV, owner, head, block, offset, keep, turning, place, COS, SIN,
+        positions, v_scale_strides, sfv_strides,
         DV, DVP, 0, INTERLEAVED, V_KIND, V_CAST, V_SCALING, SFV is not None,
+        V_CACHE.dtype.element_ty,
     )  # fmt: skip
+    at = block * k_cache_strides[0] + offset * k_cache_strides[1] + head * k_cache_strides[2]
+    tl.store(K_CACHE + at + d, x, mask=(d < D) & keep)
+    at = block * v_cache_strides[0] + offset * v_cache_strides[1] + head * v_cache_strides[2]
+    tl.store(V_CACHE + at + e, y, mask=(e < DV) & keep)
 
 
 @triton.jit
-def _token(
-    X, CACHE, SCALE, SF, owner, head, block, offset, keep, turning, place, COS, SIN,
-    cache_strides, scale_strides, sf_strides,
+def as_stored(
+    X, d, SCALE, SF, owner, head, block, offset, keep, turning, place, COS, SIN,
+    positions, scale_strides, sf_strides,
     D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     KIND: tl.constexpr, CAST: tl.constexpr, SCALING: tl.constexpr, MX: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token: rotated, rounded to its own dtype, then stored as the cache is."""
-    d = tl.arange(0, DP)
+    """One head of tokens: rotated, rounded to its own dtype, then made what the cache stores.
+
+    d holds the channels; X, block, offset and the rest are of one token, or of several along the
+    dimensions that d leaves at 1. Measured scales (SCALING 2, MX) are for one token.
+    """
     inside = (d < D) & keep
     x = tl.load(X + d, mask=inside, other=0)
     FROM: tl.constexpr = 0 if CAST else KIND
@@ -113,7 +124,8 @@ def _token(
         cos = tl.load(COS + place * HALF + pair, mask=turn, other=1).to(tl.float32)
         sin = tl.load(SIN + place * HALF + pair, mask=turn, other=0).to(tl.float32)
         other = tile.widen(tl.load(X + partner, mask=turn, other=0), FROM, tl.float32)
-        turned = tile.rotate(tile.widen(x, FROM, tl.float32), other, cos, sin, second)
+        wide = tile.widen(x, FROM, tl.float32)
+        turned = tile.rotate(wide, other, cos, sin, second, positions >> 31)
         if FROM == 0:
             x = tl.where(turn, turned.to(x.dtype), x)
         else:
@@ -122,7 +134,7 @@ def _token(
         wide = x.to(tl.float32)
         if SCALING == 1:
             factor = tl.load(SCALE + owner * scale_strides[0] + head * scale_strides[1])
-            wide = tl.div_rn(wide, factor + tl.zeros([DP], tl.float32))
+            wide = tl.div_rn(wide, factor + tl.zeros_like(wide))
         elif SCALING == 2:
             LIMIT: tl.constexpr = 448.0 if KIND == 1 else (57344.0 if KIND == 2 else 127.0)
             factor = tl.div_rn(tl.max(_size(wide, inside), 0), LIMIT)
@@ -141,11 +153,10 @@ def _token(
             half = power >> 1  # two factors: 2 ** 127 times 2 ** -254 would not be one number
             wide = wide * tl.exp2(-half.to(tl.float32)) * tl.exp2((half - power).to(tl.float32))
         if KIND == 0:
-            x = wide.to(CACHE.dtype.element_ty)
+            x = wide.to(DTYPE)
         else:
             x = tile.narrow(wide, KIND)
-    at = block * cache_strides[0] + offset * cache_strides[1] + head * cache_strides[2]
-    tl.store(CACHE + at + d, x, mask=inside)
+    return x
 
 
 @triton.jit

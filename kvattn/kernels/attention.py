@@ -12,46 +12,6 @@ from kvattn.kernels import combine, tile
 
 
 @triton.jit
-def _query(X, rows, d, live, D: tl.constexpr, DTYPE: tl.constexpr, KIND: tl.constexpr):
-    """Query rows [BM, D] in the dtype that is multiplied; rows holds element offsets."""
-    x = tl.load(X + rows[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0)
-    return tile.widen(x, KIND, DTYPE)
-
-
-@triton.jit
-def _rotated(
-    X, rows, d, live, COS, SIN, place, positions,
-    D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-    DTYPE: tl.constexpr, KIND: tl.constexpr,
-):  # fmt: skip
-    """The same, rotated to each row's position and rounded to the query's dtype."""
-    inside = live[:, None] & (d < D)[None, :]
-    x = tl.load(X + rows[:, None] + d[None, :], mask=inside, other=0)
-    if INTERLEAVED:
-        pair = d // 2
-        second = (d % 2) == 1
-        partner = d ^ 1
-    else:
-        pair = d % HALF
-        second = d >= HALF
-        partner = tl.where(second, d - HALF, d + HALF)
-    known = live & (place >= 0) & (place < positions)
-    turn = known[:, None] & (d < 2 * HALF)[None, :]
-    at = place[:, None] * HALF + pair[None, :]
-    cos = tl.load(COS + at, mask=turn, other=1).to(tl.float32)
-    sin = tl.load(SIN + at, mask=turn, other=0).to(tl.float32)
-    other = tl.load(X + rows[:, None] + partner[None, :], mask=turn, other=0)
-    wide = tile.widen(x, KIND, tl.float32)
-    other = tile.widen(other, KIND, tl.float32)
-    turned = tile.rotate(wide, other, cos, sin, second[None, :])
-    if KIND == 0:
-        return tl.where(turn, turned.to(X.dtype.element_ty), x).to(tl.float32).to(DTYPE)
-    else:
-        rounded = tile.widen(tile.narrow(turned, KIND), KIND, tl.float32)
-        return tl.where(turn, rounded, wide).to(DTYPE)
-
-
-@triton.jit
 def _mx(x, SF, block, row, head, d, strides, inside, TOKENS: tl.constexpr):
     """MXFP8 elements [N, D] in fp32 times their scales; block and row are [N]."""
     if TOKENS:  # one scale per 32 tokens and channel
@@ -164,48 +124,16 @@ def attention(
     query_head = head * GROUP + r % GROUP
     at = (q_first + token).to(tl.int64)
     # --- which keys: absolute rows start.. hold logical keys 0..keys
-    zero = (b * 0).to(tl.int32)
-    start = zero
-    if LEFTPAD is not None:
-        start = tl.maximum(tl.load(LEFTPAD + b), 0)
-    line = b
-    if ROWS is not None:
-        line = tl.load(ROWS + b).to(tl.int64)
-    shift = b * 0
-    limit = zero + capacity
-    if K_EDGES is not None:
-        shift = tl.maximum(tl.load(K_EDGES + b), 0).to(tl.int64)
-        limit = tl.minimum(tl.load(K_EDGES + b + 1), capacity) - shift.to(tl.int32)
-    active = (line >= 0) & (line < rows)
-    end = limit
-    old = end
-    if LENGTHS is not None:
-        end = tl.load(LENGTHS + b)
-        active = active & (end >= 0)
-        fresh = steps
-        if NEW_EDGES is not None:
-            fresh = tl.load(NEW_EDGES + b + 1) - tl.load(NEW_EDGES + b)
-        if INCLUDED:
-            old = end - fresh
-        else:
-            old = end
-            end = end + fresh
-        end = tl.minimum(end, limit)
-    keys = tl.where(active, tl.maximum(end - start, 0), 0)
+    line, shift, start, keys, old, active = tile.keys_of(
+        b, LENGTHS, K_EDGES, NEW_EDGES, LEFTPAD, ROWS, steps, capacity, rows, INCLUDED,
+    )  # fmt: skip
     offset = keys - q_len
     place = token + offset  # bottom-right position of each row
     first_place = block_row * BM // GROUP + offset
     last_place = tl.minimum((block_row * BM + BM - 1) // GROUP, q_len - 1) + offset
-    low = zero
-    high = keys
-    if HAS_LEFT:
-        low = tl.maximum(low, first_place - left)
-    if HAS_RIGHT:
-        high = tl.minimum(high, last_place + right + 1)
-    if CHUNKED:
-        low = tl.maximum(low, tile.floor_to(first_place, chunk))
-        high = tl.minimum(high, tile.floor_to(last_place, chunk) + chunk)
-    high = tl.maximum(high, 0)
+    low, high = tile.seen(
+        first_place, last_place, keys, left, right, chunk, HAS_LEFT, HAS_RIGHT, CHUNKED,
+    )  # fmt: skip
     if SPLIT:
         if LEAF > 0:  # fixed shares: a row's sums do not depend on who else is there
             low = tl.maximum(low, split * LEAF)
@@ -229,10 +157,10 @@ def attention(
             if BASES is not None:
                 base = tl.load(BASES + b).to(tl.int64)
             turn_at = base + token * ADVANCE
-            qa = _rotated(Q, q_rows, da, live, COS, SIN, turn_at, positions, D, HALF, INTERLEAVED,
-                          DTYPE, Q_KIND)  # fmt: skip
+            qa = tile.rotated(Q, q_rows, da, live, COS, SIN, turn_at, positions, D, HALF,
+                              INTERLEAVED, DTYPE, Q_KIND)  # fmt: skip
             if DB > 0:
-                qb = _rotated(Q, q_rows, db, live, COS, SIN, turn_at, positions, D, HALF,
+                qb = tile.rotated(Q, q_rows, db, live, COS, SIN, turn_at, positions, D, HALF,
                               INTERLEAVED, DTYPE, Q_KIND)  # fmt: skip
         elif SFQ is not None:
             qa = _cached(Q, q_rows, live, da, SFQ, b + at * 0, at, query_head[:, None],
@@ -241,14 +169,14 @@ def attention(
                 qb = _cached(Q, q_rows, live, db, SFQ, b + at * 0, at, query_head[:, None],
                              sfq_strides, D, False, DTYPE, Q_KIND, True, False, True)  # fmt: skip
         else:
-            qa = _query(Q, q_rows, da, live, D, DTYPE, Q_KIND)
+            qa = tile.query(Q, q_rows, da, live, D, DTYPE, Q_KIND)
             if DB > 0:
-                qb = _query(Q, q_rows, db, live, D, DTYPE, Q_KIND)
+                qb = tile.query(Q, q_rows, db, live, D, DTYPE, Q_KIND)
     if QV is not None:
         qv_rows = b * qv_strides[0] + at * qv_strides[1] + query_head * qv_strides[2]
-        qva = _query(QV, qv_rows, va, live, DV, DTYPE, Q_KIND)
+        qva = tile.query(QV, qv_rows, va, live, DV, DTYPE, Q_KIND)
         if VB > 0:
-            qvb = _query(QV, qv_rows, vb, live, DV, DTYPE, Q_KIND)
+            qvb = tile.query(QV, qv_rows, vb, live, DV, DTYPE, Q_KIND)
     # --- factors: the group shares a kv head, so descales are scalars
     k_factor = softmax_scale
     v_factor = 1.0

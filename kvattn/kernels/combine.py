@@ -24,25 +24,39 @@ def merge(
             acc_b = tl.zeros([MR, VB], tl.float32)
             vb = VA + tl.arange(0, VB)
         for i in range(0, splits, SPAN):
-            share = i + tl.arange(0, SPAN)
-            spots = (part + share)[:, None] * BM + mine[None, :]
-            there = (share < splits)[:, None] & live[None, :]
-            m_i = tl.load(STATS + spots * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
-            l_i = tl.load(STATS + spots * 2 + 1, mask=there, other=0, cache_modifier=".cg")
-            at = PART + spots[:, :, None] * (VA + VB)
-            x = tl.load(at + va[None, None, :], mask=there[:, :, None], other=0,
-                        cache_modifier=".cg")  # fmt: skip
-            m_new = tl.maximum(m, tl.max(m_i, 0))
-            safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+            m_i = ()
+            l_i = ()
+            x_a = ()
+            x_b = ()
+            top = m
+            for j in tl.static_range(SPAN):  # all loads first: they are in flight together
+                there = live & (i + j < splits)
+                spots = (part + i + j) * BM + mine
+                at = PART + spots[:, None] * (VA + VB)
+                x_a += (tl.load(at + va[None, :], mask=there[:, None], other=0,
+                                cache_modifier=".cg"),)  # fmt: skip
+                if VB > 0:
+                    x_b += (tl.load(at + vb[None, :], mask=there[:, None], other=0,
+                                    cache_modifier=".cg"),)  # fmt: skip
+                m_i += (tl.load(STATS + spots * 2, mask=there, other=float("-inf"),
+                                cache_modifier=".cg"),)  # fmt: skip
+                l_i += (tl.load(STATS + spots * 2 + 1, mask=there, other=0,
+                                cache_modifier=".cg"),)  # fmt: skip
+            for j in tl.static_range(SPAN):
+                top = tl.maximum(top, m_i[j])
+            safe = tl.where(top == float("-inf"), 0.0, top)
             alpha = tl.exp2(m - safe)
-            beta = tl.exp2(m_i - safe[None, :])
-            m = m_new
-            l = l * alpha + tl.sum(l_i * beta, 0)
-            acc_a = acc_a * alpha[:, None] + tl.sum(x * beta[:, :, None], 0)
+            m = top
+            l *= alpha
+            acc_a *= alpha[:, None]
             if VB > 0:
-                x = tl.load(at + vb[None, None, :], mask=there[:, :, None], other=0,
-                            cache_modifier=".cg")  # fmt: skip
-                acc_b = acc_b * alpha[:, None] + tl.sum(x * beta[:, :, None], 0)
+                acc_b *= alpha[:, None]
+            for j in tl.static_range(SPAN):
+                beta = tl.exp2(m_i[j] - safe)
+                l += l_i[j] * beta
+                acc_a += x_a[j] * beta[:, None]
+                if VB > 0:
+                    acc_b += x_b[j] * beta[:, None]
         if VB == 0:
             acc_b = acc_a
         finish(

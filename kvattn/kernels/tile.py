@@ -1,4 +1,4 @@
-"""Device functions that the kernels share: narrow dtypes, rotary pairs, tanh, sequence look-up.
+"""Device functions that the kernels share: narrow dtypes, queries, the keys of a sequence, tanh.
 
 FP8 is decoded and encoded in integer arithmetic: the same bits on every GPU, native FP8 or not.
 """
@@ -55,10 +55,110 @@ def narrow(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def rotate(x, partner, cos, sin, second):
-    """One channel of a rotary pair: x1 cos - x2 sin, or x2 cos + x1 sin for the second."""
-    turned = partner * sin
-    return tl.where(second, x * cos + turned, x * cos - turned)
+def rotate(x, partner, cos, sin, second, zero):
+    """One channel of a rotary pair: x1 cos - x2 sin, or x2 cos + x1 sin for the second.
+
+    Products are rounded before they are added, as plain torch does: a zero that only the device
+    knows is added to their bits, and no compiler fuses across that.
+    """
+    straight = ((x * cos).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True)
+    turned = ((partner * sin).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True)
+    return tl.where(second, straight + turned, straight - turned)
+
+
+@triton.jit
+def query(X, rows, d, live, D: tl.constexpr, DTYPE: tl.constexpr, KIND: tl.constexpr):
+    """Query rows [BM, D] in the dtype that is multiplied; rows holds element offsets."""
+    x = tl.load(X + rows[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0)
+    return widen(x, KIND, DTYPE)
+
+
+@triton.jit
+def rotated(
+    X, rows, d, live, COS, SIN, place, positions,
+    D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    DTYPE: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """The same, rotated to each row's position and rounded to the query's dtype."""
+    inside = live[:, None] & (d < D)[None, :]
+    x = tl.load(X + rows[:, None] + d[None, :], mask=inside, other=0)
+    if INTERLEAVED:
+        pair = d // 2
+        second = (d % 2) == 1
+        partner = d ^ 1
+    else:
+        pair = d % HALF
+        second = d >= HALF
+        partner = tl.where(second, d - HALF, d + HALF)
+    known = live & (place >= 0) & (place < positions)
+    turn = known[:, None] & (d < 2 * HALF)[None, :]
+    at = place[:, None] * HALF + pair[None, :]
+    cos = tl.load(COS + at, mask=turn, other=1).to(tl.float32)
+    sin = tl.load(SIN + at, mask=turn, other=0).to(tl.float32)
+    other = tl.load(X + rows[:, None] + partner[None, :], mask=turn, other=0)
+    wide = widen(x, KIND, tl.float32)
+    other = widen(other, KIND, tl.float32)
+    turned = rotate(wide, other, cos, sin, second[None, :], positions >> 31)
+    if KIND == 0:
+        return tl.where(turn, turned.to(X.dtype.element_ty), x).to(tl.float32).to(DTYPE)
+    else:
+        rounded = widen(narrow(turned, KIND), KIND, tl.float32)
+        return tl.where(turn, rounded, wide).to(DTYPE)
+
+
+@triton.jit
+def keys_of(
+    b, LENGTHS, K_EDGES, NEW_EDGES, LEFTPAD, ROWS, steps, capacity, rows, INCLUDED: tl.constexpr,
+):  # fmt: skip
+    """Where sequence b's keys are: (line of the table or cache, its shift in a packed cache,
+    first row, logical keys, rows before the new tokens, whether it takes part)."""
+    zero = (b * 0).to(tl.int32)
+    start = zero
+    if LEFTPAD is not None:
+        start = tl.maximum(tl.load(LEFTPAD + b), 0)
+    line = b
+    if ROWS is not None:
+        line = tl.load(ROWS + b).to(tl.int64)
+    shift = b * 0
+    limit = zero + capacity
+    if K_EDGES is not None:
+        shift = tl.maximum(tl.load(K_EDGES + b), 0).to(tl.int64)
+        limit = tl.minimum(tl.load(K_EDGES + b + 1), capacity) - shift.to(tl.int32)
+    active = (line >= 0) & (line < rows)
+    end = limit
+    old = end
+    if LENGTHS is not None:
+        end = tl.load(LENGTHS + b)
+        active = active & (end >= 0)
+        fresh = steps
+        if NEW_EDGES is not None:
+            fresh = tl.load(NEW_EDGES + b + 1) - tl.load(NEW_EDGES + b)
+        if INCLUDED:
+            old = end - fresh
+        else:
+            old = end
+            end = end + fresh
+        end = tl.minimum(end, limit)
+    keys = tl.where(active, tl.maximum(end - start, 0), 0)
+    return line, shift, start, keys, old, active
+
+
+@triton.jit
+def seen(
+    first_place, last_place, keys, left, right, chunk,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CHUNKED: tl.constexpr,
+):  # fmt: skip
+    """The interval of keys that rows at first_place..last_place can see between them."""
+    low = keys * 0
+    high = keys
+    if HAS_LEFT:
+        low = tl.maximum(low, first_place - left)
+    if HAS_RIGHT:
+        high = tl.minimum(high, last_place + right + 1)
+    if CHUNKED:
+        low = tl.maximum(low, floor_to(first_place, chunk))
+        high = tl.minimum(high, floor_to(last_place, chunk) + chunk)
+    return low, tl.maximum(high, 0)
 
 
 @triton.jit

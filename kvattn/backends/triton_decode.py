@@ -1,0 +1,286 @@
+"""Few query rows over a cache: which calls the decode kernel takes, its tiles, its arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from kvattn import quant
+from kvattn.backends import triton_launch as launch
+from kvattn.kernels.decode import decode as _decode
+from kvattn.request import Request
+
+_LEAF = 512  # keys in the first fixed shares of the batch-invariant mode
+_WAVES = 3  # programs a processor, where shares differ
+_ROWS = 32  # packed query rows of a sequence at most; in the batch-invariant mode 8 tokens too
+_BATCH = 1024  # sequences whose lengths one program adds up
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the choice of tiles depends on: sizes, no data."""
+
+    rows: int  # packed query rows of a sequence
+    batch: int
+    heads: int  # kv heads
+    capacity: int  # rows of a sequence at most
+    dims: int  # both padded head dims together
+    width: int  # bytes of a cached element
+    multiplied: int  # bytes of an element in the products
+    page: int  # 0 for dense
+    leftpad: bool
+    processors: int
+    shared: int  # bytes of shared memory a program may use
+    invariant: bool
+    splits: int  # asked for, 0 for none
+    plain: bool  # no mask but length and causality, no softcap
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A decode launch: rows and row tiles, warps, keys a warp, stages, shares."""
+
+    r: int
+    tiles: int
+    warps: int
+    keys: int
+    stages: int
+    each: int  # shares of a sequence
+    parts: int  # shares of the whole batch, if flat and its sequences are unlike each other
+    slots: int  # shares that there may be
+    flat: int  # 0, or a power of two at or above the batch: shares are dealt out on the device
+    spread: int
+
+
+def plan(s: Shape) -> Tiles:
+    """16 rows a program at most, and as many shares as keep every processor reading."""
+    r = 8 if s.rows <= 8 else 16
+    tiles = -(-s.rows // r)
+    programs = s.heads * tiles
+    warps, keys, stages = _tile(s)
+    block = warps * keys
+    most = max(1, -(-s.capacity // block))
+    wave = max(1, s.processors // programs)  # shares that occupy every processor once
+    parts = _WAVES * wave
+    flat = triton.next_power_of_2(s.batch) if 1 < s.batch <= _BATCH else 0
+    if s.invariant:
+        each = leaves(s.capacity)
+        slots = each * s.batch
+    elif s.splits > 0 or flat == 0:
+        # a merge takes one round per 16 shares, so more of them pay for long sequences only
+        some = min(wave, max(16, int(4 * most**0.5))) if s.batch == 1 else 1
+        each = min(s.splits or some, most, 256)
+        slots, flat = each * s.batch, 0
+    else:
+        each = min(_each(s.batch * programs, s.processors), most)
+        slots = min(max(each * s.batch, parts + s.batch), most * s.batch)
+    spread = 2
+    if s.page == 0 or (s.page % block == 0 and not s.leftpad):
+        spread = 0
+    elif s.page % keys == 0 and not s.leftpad:
+        spread = 1
+    return Tiles(r, tiles, warps, keys, stages, each, parts, slots, flat, spread)
+
+
+def _each(programs: int, processors: int) -> int:
+    """Shares for each of many sequences of like lengths: few, and of few, full rounds.
+
+    In units of a sequence: a round costs a little of its own, and a processor reads a little
+    slower with one program than with two.
+    """
+
+    def cost(each: int) -> float:
+        rounds = -(-programs * each // processors)
+        return rounds * (1 / each + 0.03) * (1.05 if rounds == 1 else 1.0)
+
+    return min(range(1, 17), key=cost)
+
+
+def leaves(keys: int) -> int:
+    """Fixed shares of the batch-invariant mode: 8 of _LEAF keys, the rest of 4 * _LEAF."""
+    return max(1, -(-min(keys, 8 * _LEAF) // _LEAF) - -max(keys - 8 * _LEAF, 0) // (4 * _LEAF))
+
+
+def _tile(s: Shape) -> tuple[int, int, int]:
+    """(warps, keys a warp, stages): three tiles in flight, or two large ones for one sequence."""
+    warps, keys, stages = 4, 16, 4
+    if s.batch == 1 and s.capacity > 4096 and s.dims <= 256 and s.rows <= 8 and not s.invariant:
+        keys, stages = 32, 3
+    while stages > 1 and _bytes(s, warps * keys, stages) > s.shared:
+        stages -= 1
+    return warps, keys, stages
+
+
+def _bytes(s: Shape, block: int, stages: int) -> int:
+    """Shared memory of the tiles in flight."""
+    return block * s.dims * s.width * max(stages - 1, 1)
+
+
+def takes(r: Request) -> bool:
+    """Whether the decode kernel knows everything that the call asks for."""
+    lead = r.lead
+    others = (r.qv, r.rel_bias, r.alibi_slopes, r.score_mod, r.mask_mod, r.cu_seqlens_k)
+    more = (r.block_sparse, r.gather_kv_indices, r.sfq, r.sfk, r.sfv)
+    if r.q is None or r.k_cache is None or any(x is not None for x in (*others, *more)):
+        return False
+    if r.k_cache.dim() != 4 or any(x.numel() == 0 for x in (lead, r.k_cache, r.pool)):
+        return False
+    if r.page_table is not None and r.page_table.numel() == 0:
+        return False
+    dtype = launch.multiplied(r)
+    caches = (r.k_cache, r.pool)
+    if dtype == torch.float32 or any(c.dtype not in (dtype, *quant.NARROW) for c in caches):
+        return False
+    if max(launch.pow2(lead.shape[-1]), launch.pow2(r.pool.shape[-1])) > 256:
+        return False
+    if any(c.stride(1) >= 1 << 23 for c in caches):  # a tile's offsets are 32 bits wide
+        return False
+    scales = ((r.k_descale, r.k_cache), (r.v_descale, r.pool))
+    if any(scale is not None and quant.per_token(scale, cache) for scale, cache in scales):
+        return False
+    if r.cu_seqlens_q is not None and r.max_seqlen_q is None:
+        return False
+    group = r.heads // r.kv_heads
+    return _longest(r) * group <= max(_ROWS, 8 * group if r.batch_invariant else 0)
+
+
+def _longest(r: Request) -> int:
+    """Query tokens of a sequence at most."""
+    if r.cu_seqlens_q is None:
+        return r.lead.shape[1]
+    return min(r.lead.shape[0], r.max_seqlen_q or r.lead.shape[0])
+
+
+def appends(r: Request) -> bool:
+    """Whether the decode kernel also stores the new tokens: every one of them is in its view."""
+    if r.k is None or r.v is None or r.slot_mapping is not None or r.attention_chunk > 0:
+        return False
+    if any(x is not None for x in (r.cu_seqlens_q, r.cu_seqlens_k_new, r.seqused_q)):
+        return False
+    new = r.k.shape[1]
+    left = r.window[0]
+    return 0 < new <= 16 and (left is None or left + r.lead.shape[1] >= new)
+
+
+def shape_of(r: Request) -> Shape:
+    dk, dv = launch.pow2(r.lead.shape[-1]), launch.pow2(r.pool.shape[-1])
+    return Shape(
+        rows=_longest(r) * (r.heads // r.kv_heads), batch=r.batch, heads=r.kv_heads,
+        capacity=r.capacity, dims=dk + dv, width=r.pool.element_size(),
+        multiplied=launch.multiplied(r).itemsize, page=r.page_size if r.paged else 0,
+        leftpad=r.cache_leftpad is not None, processors=launch.processors(r.lead.device),
+        shared=launch.shared_memory(r.lead.device), invariant=r.batch_invariant,
+        splits=r.num_splits,
+        plain=r.window[0] is None and r.attention_chunk == 0 and r.softcap == 0,
+    )  # fmt: skip
+
+
+def registers(s: Shape, t: Tiles) -> dict[str, int]:
+    """A limit that lets three programs share a processor, where it costs no spills."""
+    small = t.r <= 8 and s.dims <= 256 and s.plain and s.width == s.multiplied
+    if torch.version.hip is not None or not small or t.warps != 4:
+        return {}
+    return {"maxnreg": 168} if 3 * _bytes(s, t.warps * t.keys, t.stages) <= s.shared else {}
+
+
+def decode(r: Request, out: Tensor, lse: Tensor) -> None:
+    """One launch: new tokens stored where `appends(r)`, attention, merge."""
+    s = shape_of(r)
+    t = plan(s)
+    spots = t.slots * t.tiles * s.heads
+    part = stats = count = None
+    if t.slots > s.batch:
+        dvp, device = launch.pow2(r.pool.shape[-1]), r.lead.device
+        part = torch.empty(spots * t.r * dvp, dtype=torch.float32, device=device)
+        stats = torch.empty(spots * t.r * 2, dtype=torch.float32, device=device)
+        count = launch.COUNTERS.take(spots, device)
+    _decode[(spots,)](
+        *_tensors(r, out, lse, part, stats, count),
+        *_numbers(r, t, out, lse),
+        **_constants(r, s, t),
+        num_warps=t.warps,
+        num_stages=t.stages if launch.copyable(r) else 1,
+        **registers(s, t),
+    )
+
+
+def _new(r: Request) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """The tokens that the kernel stores."""
+    k, v = (launch.unit(r.k), launch.unit(r.v)) if appends(r) else (None, None)
+    return (k, v) if k is not None and v is not None else (None, None)
+
+
+def _tensors(
+    r: Request,
+    out: Tensor,
+    lse: Tensor,
+    part: Tensor | None,
+    stats: Tensor | None,
+    count: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    k, v = _new(r)
+    return (
+        launch.raw(launch.unit(r.q)), launch.raw(r.k_cache), launch.raw(r.v_cache), out,
+        lse if r.return_lse else None, part, stats, count, launch.raw(k), launch.raw(v),
+        r.cache_seqlens, r.cu_seqlens_q, r.cu_seqlens_k_new, r.seqused_q, r.cache_leftpad,
+        r.cache_batch_idx, r.page_table, launch.rotary(r.rotary_cos), launch.rotary(r.rotary_sin),
+        r.rotary_seqlens, r.q_descale, r.k_descale, r.v_descale, r.sinks,
+    )  # fmt: skip
+
+
+def _numbers(r: Request, t: Tiles, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
+    """Strides, then sizes."""
+    ragged = r.cu_seqlens_q is not None
+
+    def of_rows(x: Tensor | None) -> tuple[int, ...]:
+        return (0, 0, 0) if x is None else (0, *x.stride()[:2]) if ragged else x.stride()[:3]
+
+    k, v = _new(r)
+    table_stride, lines, blocks, _ = launch.table(r)
+    left, right = r.window
+    return (
+        of_rows(launch.unit(r.q)), launch.strides(r.k_cache), launch.strides(r.v_cache),
+        of_rows(out), (0, *lse.stride()) if ragged else lse.stride(), of_rows(k), of_rows(v),
+        *(launch.scale_strides(x) for x in (r.q_descale, r.k_descale, r.v_descale)),
+        table_stride, r.batch, t.slots, t.each, t.parts, r.lead.shape[0 if ragged else 1],
+        0 if r.k is None or r.k.dim() == 3 else r.k.shape[1], r.capacity, lines, blocks,
+        0 if r.rotary_cos is None else r.rotary_cos.shape[0],
+        r.softmax_scale, r.softcap, left or 0, right or 0, r.attention_chunk,
+    )  # fmt: skip
+
+
+def _constants(r: Request, s: Shape, t: Tiles) -> dict[str, Any]:
+    d, dv = r.lead.shape[-1], r.pool.shape[-1]
+    left, right = r.window
+    scaled = any(x is not None for x in (r.q_descale, r.k_descale, r.v_descale))
+    casts, scalings = [False, False], [0, 0]
+    k, v = _new(r)
+    if k is not None and v is not None and r.k_cache is not None:
+        casts = [k.dtype != r.k_cache.dtype, v.dtype != r.pool.dtype]
+        pairs = zip(casts, (r.k_descale, r.v_descale), strict=True)
+        scalings = [int(cast and scale is not None) for cast, scale in pairs]
+    # fixed rounds of the merge, whatever the number of rows
+    mr = 8 if s.invariant else min(t.r, triton.next_power_of_2(s.rows))
+    span = max(1, min(16, 8192 // (mr * launch.pow2(dv))))
+    return {
+        "HEADS": s.heads, "GROUP": r.heads // s.heads, "PAGE": r.page_size if r.paged else 1,
+        "D": d, "DP": launch.pow2(d), "DV": dv, "DVP": launch.pow2(dv),
+        "HALF": 0 if r.rotary_cos is None else r.rotary_cos.shape[1],
+        "INTERLEAVED": r.rotary_interleaved, "ADVANCE": int(r.local),
+        "DTYPE": launch.TL[launch.multiplied(r)],
+        "Q_KIND": launch.kind(r.lead), "K_KIND": launch.kind(r.k_cache),
+        "V_KIND": launch.kind(r.v_cache),
+        "INCLUDED": r.slot_mapping is not None, "HAS_LEFT": left is not None,
+        "HAS_RIGHT": right is not None, "CHUNKED": r.attention_chunk > 0,
+        "CAPPED": r.softcap > 0,
+        "RAW": not (scaled or r.softcap > 0) and r.softmax_scale > 0,
+        "NEW": 0 if k is None else triton.next_power_of_2(k.shape[1]),
+        "CAST": casts[0], "V_CAST": casts[1], "SCALING": scalings[0], "V_SCALING": scalings[1],
+        "R": t.r, "TILES": t.tiles, "W": t.warps, "NK": t.keys, "BATCH": t.flat,
+        "LEAF": _LEAF if s.invariant else 0, "SPREAD": t.spread, "MR": mr, "SPAN": span,
+        "NATIVE": launch.native_fp8(r.lead.device),
+    }  # fmt: skip

@@ -1,0 +1,402 @@
+"""Decode: few query rows over a long cache; the new tokens are stored on the way.
+
+Keys run over the warps: each warp owns NK keys of a tile, its own running maximum and its own
+sums, so that the loop over tiles has no exchange between warps. S = Q K^T has the packed query
+rows on M; O^T = V^T P^T has them on N, where the scores are an operand as they stand.
+
+One program takes the tiles of one share of a sequence. Shares are dealt out on the device, in
+proportion to the lengths; the last program of a sequence to arrive merges them.
+"""
+
+import triton
+import triton.language as tl
+
+from kvattn.kernels import append, combine, tile
+
+
+@triton.jit
+def _leaves(n, LEAF: tl.constexpr):
+    """Fixed shares that n keys fill: 8 of LEAF keys, the rest of 4 * LEAF."""
+    return tl.cdiv(tl.minimum(n, 8 * LEAF), LEAF) + tl.cdiv(tl.maximum(n - 8 * LEAF, 0), 4 * LEAF)
+
+
+@triton.jit
+def _leaf_first(i, LEAF: tl.constexpr):
+    """The first key of fixed share i."""
+    return tl.minimum(i, 8) * LEAF + tl.maximum(i - 8, 0) * (4 * LEAF)
+
+
+@triton.jit
+def _shares(
+    LENGTHS, NEW_EDGES, LEFTPAD, slot, batch, fresh, capacity, reach, each, parts,
+    BN: tl.constexpr, INCLUDED: tl.constexpr, BATCH: tl.constexpr, LEAF: tl.constexpr,
+):  # fmt: skip
+    """Whose a slot is: (sequence, first slot of that sequence, its shares).
+
+    Sequences of like lengths get `each` shares. Others get shares of one size, as many as they
+    fill, at least one: `parts` in all and up to one more a sequence. Behind the last share lies
+    sequence `batch`.
+    """
+    b = tl.arange(0, BATCH)
+    there = b < batch
+    n = capacity + b * 0
+    if LENGTHS is not None:
+        n = tl.load(LENGTHS + b, mask=there, other=0)
+        if NEW_EDGES is not None and not INCLUDED:
+            n += tl.load(NEW_EDGES + b + 1, mask=there, other=0)
+            n -= tl.load(NEW_EDGES + b, mask=there, other=0)
+        elif not INCLUDED:
+            n += fresh
+        n = tl.minimum(n, capacity)
+    if LEFTPAD is not None:
+        n -= tl.maximum(tl.load(LEFTPAD + b, mask=there, other=0), 0)
+    n = tl.where(there, tl.maximum(n, 0), 0)
+    if LEAF > 0:
+        count = _leaves(n, LEAF)
+        alike = slot < 0
+        splits = 1 + slot * 0
+    else:
+        tiles = tl.cdiv(tl.minimum(n, reach), BN)
+        total = tl.sum(tiles, 0)
+        most = tl.max(tiles, 0)
+        alike = most * batch <= 2 * total
+        splits = tl.maximum(tl.minimum(each, most), 1)
+        count = tl.cdiv(tiles, tl.maximum(tl.cdiv(total, parts), 1))
+    if alike:
+        mine = slot // splits
+        first = mine * splits
+    else:
+        count = tl.where(there, tl.maximum(count, 1), 0)
+        ends = tl.cumsum(count, 0)
+        before = there & (ends <= slot)
+        mine = tl.sum(before.to(tl.int32), 0)
+        first = tl.max(tl.where(before, ends, 0), 0)
+        splits = tl.sum(tl.where(b == mine, count, 0), 0)
+    return mine, first, splits
+
+
+@triton.jit
+def _pages(
+    LINE, n, lane, start, last, PAGE: tl.constexpr, NK: tl.constexpr, W: tl.constexpr,
+    SPREAD: tl.constexpr,
+):  # fmt: skip
+    """The table's entries for the tile at n: one, one a warp, or one a key (SPREAD 0, 1, 2)."""
+    if LINE is None:
+        return n * 0
+    elif SPREAD == 0:
+        return tl.load(LINE + tl.minimum(n // PAGE, last))
+    elif SPREAD == 1:
+        return tl.load(LINE + tl.minimum((n + tl.arange(0, W) * NK) // PAGE, last))
+    else:
+        return tl.load(LINE + tl.minimum((n + lane + start) // PAGE, last))
+
+
+@triton.jit
+def _cached(
+    X, base, lanes, d, ok, D: tl.constexpr, DP: tl.constexpr, DTYPE: tl.constexpr,
+    KIND: tl.constexpr, NATIVE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Cached rows as [W, D, NK] in the dtype that is multiplied; dead rows and channels are 0."""
+    at = X + base + lanes[:, None, :] + d[None, :, None]
+    if MASKED:
+        x = tl.load(at, mask=ok[:, None, :] & (d < D)[None, :, None], other=0)
+    elif D == DP:
+        x = tl.load(at)
+    else:
+        x = tl.load(at, mask=(d < D)[None, :, None], other=0)
+    if KIND == 0:
+        return x
+    elif NATIVE and KIND < 3:
+        narrow: tl.constexpr = tl.float8e4nv if KIND == 1 else tl.float8e5
+        return x.to(narrow, bitcast=True).to(tl.float16).to(DTYPE)
+    else:
+        return tile.widen(x, KIND, DTYPE)
+
+
+@triton.jit
+def _folded(x, W: tl.constexpr):
+    """The sum over the last dimension, of size W, within each thread."""
+    if W == 1:
+        return tl.reshape(x, (x.shape[0], x.shape[1]))
+    else:
+        a, b = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], W // 2, 2)))
+        return _folded(a + b, W // 2)
+
+
+_PLAIN_NUMBERS = (
+    *("steps", "capacity", "positions", "left", "right", "chunk", "batch", "queries", "rows"),
+    *("blocks", "each", "parts", "slots", "table_stride"),
+)
+
+
+@triton.jit(do_not_specialize=_PLAIN_NUMBERS)
+def decode(
+    Q, K, V, OUT, LSE, PART, STATS, COUNT, K_NEW, V_NEW,
+    LENGTHS, Q_EDGES, NEW_EDGES, USED, LEFTPAD, ROWS, PAGES,
+    COS, SIN, BASES, Q_SCALE, K_SCALE, V_SCALE, SINKS,
+    q_strides, k_strides, v_strides, out_strides, lse_strides, k_new_strides, v_new_strides,
+    scale_strides, k_scale_strides, v_scale_strides,
+    table_stride, batch, slots, each, parts, queries, steps, capacity, rows, blocks, positions,
+    softmax_scale, softcap, left, right, chunk,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ADVANCE: tl.constexpr,
+    DTYPE: tl.constexpr, Q_KIND: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
+    INCLUDED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    CHUNKED: tl.constexpr, CAPPED: tl.constexpr, RAW: tl.constexpr,
+    NEW: tl.constexpr, CAST: tl.constexpr, V_CAST: tl.constexpr,
+    SCALING: tl.constexpr, V_SCALING: tl.constexpr,
+    R: tl.constexpr, TILES: tl.constexpr, W: tl.constexpr, NK: tl.constexpr,
+    BATCH: tl.constexpr, LEAF: tl.constexpr, SPREAD: tl.constexpr,
+    MR: tl.constexpr, SPAN: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Grid: slots * TILES * HEADS, heads fastest. R packed rows a program, W warps of NK keys."""
+    BN: tl.constexpr = W * NK
+    program = tl.program_id(0)
+    head = (program % HEADS).to(tl.int64)
+    block_row = program // HEADS % TILES
+    slot = program // (HEADS * TILES)
+    # --- which sequence, and which share of it
+    if BATCH > 0:
+        reach = capacity
+        if HAS_LEFT:
+            reach = tl.minimum(reach, left + queries + BN)
+        b, first_slot, splits = _shares(
+            LENGTHS, NEW_EDGES, LEFTPAD, slot, batch, steps, capacity, reach, each, parts,
+            BN, INCLUDED, BATCH, LEAF,
+        )  # fmt: skip
+        if b >= batch:
+            return
+    else:
+        b = slot // each
+        first_slot = b * each
+        splits = each
+    split = slot - first_slot
+    b = b.to(tl.int64)
+    line, _shift, start, keys, old, active = tile.keys_of(
+        b, LENGTHS, None, NEW_EDGES, LEFTPAD, ROWS, steps, capacity, rows, INCLUDED,
+    )  # fmt: skip
+    # --- which rows
+    q_first = 0
+    q_len = queries
+    if Q_EDGES is not None:
+        q_first = tl.maximum(tl.load(Q_EDGES + b), 0)
+        q_len = tl.minimum(tl.load(Q_EDGES + b + 1), queries) - q_first
+    if USED is not None:
+        q_len = tl.minimum(q_len, tl.load(USED + b))
+    r = block_row * R + tl.arange(0, R)
+    token = r // GROUP
+    offset = keys - q_len
+    place = token + offset  # bottom-right position of each row
+    first_place = block_row * R // GROUP + offset
+    last_place = tl.minimum((block_row * R + R - 1) // GROUP, q_len - 1) + offset
+    low, high = tile.seen(
+        first_place, last_place, keys, left, right, chunk, HAS_LEFT, HAS_RIGHT, CHUNKED,
+    )  # fmt: skip
+    if LEAF > 0:  # fixed shares: a row's sums do not depend on who else is there
+        splits = tl.maximum(_leaves(keys, LEAF), 1)
+        low = tl.maximum(low, _leaf_first(split, LEAF))
+        high = tl.minimum(high, _leaf_first(split + 1, LEAF))
+        n = low // BN * BN
+        step = n * 0 + BN
+    else:
+        if BATCH == 0:
+            splits = tl.minimum(splits, tl.maximum(tl.cdiv(high, BN) - low // BN, 1))
+        n = (low // BN + split) * BN
+        step = splits * BN
+    w = tl.arange(0, W)
+    lane = w[:, None] * NK + tl.arange(0, NK)[None, :]
+    LINE = PAGES
+    last = 0
+    if PAGES is not None:
+        LINE += tl.where(active, line, 0) * table_stride
+        last = (capacity - 1) // PAGE
+    page = _pages(LINE, n, lane, start, last, PAGE, NK, W, SPREAD)
+    if (block_row * R >= q_len * GROUP) | (split >= splits):
+        return
+    # --- new tokens that land in this program's tiles: loaded now, stored before those tiles
+    dk = tl.arange(0, DP)
+    dv = tl.arange(0, DVP)
+    base = old.to(tl.int64)
+    if BASES is not None:
+        base = tl.load(BASES + b).to(tl.int64)
+    if NEW > 0:
+        t = tl.arange(0, NEW)[:, None]
+        new_key = old - start + t
+        if LEAF > 0:
+            mine = _leaves(new_key + 1, LEAF) - 1 == split
+        else:
+            mine = (new_key // BN - low // BN) % splits == split
+        mine = mine & (t < steps) & (new_key >= 0) & (new_key < keys)
+        new_row = (old + t).to(tl.int64)
+        if PAGES is None:
+            new_block = new_row * 0 + line
+            new_spot = new_row
+        else:
+            new_block = tl.load(LINE + new_row // PAGE, mask=mine, other=-1).to(tl.int64)
+            new_spot = new_row % PAGE
+            mine = mine & (new_block >= 0) & (new_block < blocks)
+        turning = mine & (base + t >= 0) & (base + t < positions)
+        from_k = b * k_new_strides[0] + t * k_new_strides[1] + head * k_new_strides[2]
+        from_v = b * v_new_strides[0] + t * v_new_strides[1] + head * v_new_strides[2]
+        k_new = append.as_stored(
+            K_NEW + from_k, dk[None, :], K_SCALE, None, b, head, new_block, new_spot, mine, turning,
+            base + t, COS, SIN, positions, k_scale_strides, k_scale_strides, D, DP, HALF,
+            INTERLEAVED, K_KIND, CAST, SCALING, False, K.dtype.element_ty,
+        )  # fmt: skip
+        v_new = append.as_stored(
+            V_NEW + from_v, dv[None, :], V_SCALE, None, b, head, new_block, new_spot, mine, turning,
+            base + t, COS, SIN, positions, v_scale_strides, v_scale_strides, DV, DVP, 0,
+            INTERLEAVED, V_KIND, V_CAST, V_SCALING, False, V.dtype.element_ty,
+        )  # fmt: skip
+        to_k = new_block * k_strides[0] + new_spot * k_strides[1] + head * k_strides[2]
+        to_v = new_block * v_strides[0] + new_spot * v_strides[1] + head * v_strides[2]
+    # --- the query
+    BM: tl.constexpr = R if R > 16 else 16
+    m_row = block_row * R + tl.arange(0, BM)
+    m_live = (m_row < q_len * GROUP) & (tl.arange(0, BM) < R)
+    m_token = m_row // GROUP
+    m_at = (q_first + m_token).to(tl.int64)
+    q_rows = b * q_strides[0] + m_at * q_strides[1] + (head * GROUP + m_row % GROUP) * q_strides[2]
+    if HALF > 0:
+        q = tile.rotated(Q, q_rows, dk, m_live, COS, SIN, base + m_token * ADVANCE, positions, D,
+                         HALF, INTERLEAVED, DTYPE, Q_KIND)  # fmt: skip
+    else:
+        q = tile.query(Q, q_rows, dk, m_live, D, DTYPE, Q_KIND)
+    q = tl.broadcast_to(q[None, :, :], (W, BM, DP))
+    # --- factors: the group shares a kv head, so descales are scalars
+    k_factor = softmax_scale
+    v_factor = 1.0
+    if Q_SCALE is not None:
+        k_factor *= tl.load(Q_SCALE + b * scale_strides[0] + head * scale_strides[1])
+    if K_SCALE is not None:
+        k_factor *= tl.load(K_SCALE + b * k_scale_strides[0] + head * k_scale_strides[1])
+    if V_SCALE is not None:
+        v_factor = tl.load(V_SCALE + b * v_scale_strides[0] + head * v_scale_strides[1])
+    LOG2E: tl.constexpr = 1.4426950408889634
+    if not CAPPED:
+        k_factor *= LOG2E
+    # --- tiles: masked at the left edge, whole, masked at the right edge
+    m = tl.full([W, R], float("-inf"), tl.float32)
+    l = tl.zeros([W, R], tl.float32)
+    acc = tl.zeros([W, DVP, R], tl.float32)
+    free = low
+    bound = high
+    if HAS_LEFT:
+        free = tl.maximum(free, last_place - left)
+    if HAS_RIGHT:
+        bound = tl.minimum(bound, first_place + right + 1)
+    if CHUNKED:
+        free = tl.maximum(free, tile.floor_to(last_place, chunk))
+        bound = tl.minimum(bound, tile.floor_to(first_place, chunk) + chunk)
+    free = tl.minimum(tl.cdiv(free, BN) * BN, high)
+    if NEW > 0:
+        edge = tl.maximum(old - start, 0) // BN * BN
+        free = tl.minimum(free, edge)
+        bound = tl.minimum(bound, edge)
+    bound = tl.maximum(tl.maximum(bound, 0) // BN * BN, free)
+    for phase in tl.static_range(0 if HAS_LEFT or CHUNKED else 1, 3):
+        if phase == 0:
+            stop = free
+        elif phase == 1:
+            stop = bound
+        else:
+            stop = high
+        if phase == 2 and NEW > 0:
+            k_inside = mine & (dk < D)[None, :]
+            v_inside = mine & (dv < DV)[None, :]
+            tl.store(K + to_k + dk[None, :], k_new, mask=k_inside)
+            tl.store(V + to_v + dv[None, :], v_new, mask=v_inside)
+            tl.debug_barrier()  # this program reads them back
+        for at in tl.range(n, stop, step, num_stages=None if phase == 1 else 1):
+            j = at + lane
+            ok = (j >= low) & (j < high)
+            if PAGES is None:
+                row = at + start + line * 0
+                k_base = line * k_strides[0] + row * k_strides[1] + head * k_strides[2]
+                v_base = line * v_strides[0] + row * v_strides[1] + head * v_strides[2]
+                k_lanes = lane * k_strides[1]
+                v_lanes = lane * v_strides[1]
+            else:
+                known = (page >= 0) & (page < blocks)
+                block = tl.minimum(tl.maximum(page, 0), blocks - 1).to(tl.int64)
+                if SPREAD == 0:  # the tile's rows follow each other in memory
+                    row = at % PAGE + block * 0
+                    near = lane
+                elif SPREAD == 1:  # a warp's rows do
+                    known = known[:, None]
+                    block = block[:, None]
+                    row = (at + w * NK)[:, None] % PAGE + block * 0
+                    near = tl.arange(0, NK)[None, :]
+                else:
+                    row = (j + start) % PAGE + block * 0
+                    near = lane * 0
+                ok = ok & known
+                k_base = head * k_strides[2]
+                v_base = head * v_strides[2]
+                k_lanes = block * k_strides[0] + row * k_strides[1] + near * k_strides[1]
+                v_lanes = block * v_strides[0] + row * v_strides[1] + near * v_strides[1]
+            page = _pages(LINE, at + step, lane, start, last, PAGE, NK, W, SPREAD)
+            k = _cached(K, k_base, k_lanes, dk, ok, D, DP, DTYPE, K_KIND, NATIVE, phase != 1)
+            v = _cached(V, v_base, v_lanes, dv, ok, DV, DVP, DTYPE, V_KIND, NATIVE, phase != 1)
+            s = tl.dot(q, k)
+            if R < BM:  # rows behind R are padding
+                s, _padding = tl.split(tl.permute(tl.reshape(s, (W, 2, R, NK)), (0, 2, 3, 1)))
+            if not RAW:
+                s = s * k_factor
+            if CAPPED:
+                s = softcap * tile.tanh(s / softcap) * LOG2E
+            if phase != 1:
+                keep = ok[:, None, :]
+                distance = place[None, :, None] - j[:, None, :]
+                if HAS_RIGHT:
+                    keep = keep & (distance >= -right)
+                if HAS_LEFT:
+                    keep = keep & (distance <= left)
+                if CHUNKED:
+                    own = tile.floor_to(place, chunk)[None, :, None]
+                    keep = keep & (own == tile.floor_to(j, chunk)[:, None, :])
+                s = tl.where(keep, s, float("-inf"))
+            m_new = tl.max(s, 2)
+            if RAW:
+                m_new = m_new * k_factor
+            m_new = tl.maximum(m, m_new)
+            safe = m_new
+            if phase != 1:
+                safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+            if RAW:
+                p = tl.exp2(s * k_factor - safe[:, :, None])
+            else:
+                p = tl.exp2(s - safe[:, :, None])
+            alpha = tl.exp2(m - safe)
+            m = m_new
+            l = l * alpha + tl.sum(p, 2)
+            acc = tl.dot(v, tl.permute(p, (0, 2, 1)).to(DTYPE), acc * alpha[:, None, :])
+        n += tl.cdiv(tl.maximum(stop - n, 0), step) * step
+    # --- the warps' sums, then the shares': the last program to arrive reads what others left
+    top = tl.max(m, 0)
+    beta = tl.exp2(m - tl.where(top == float("-inf"), 0.0, top)[None, :])
+    l = tl.sum(l * beta, 0)
+    acc = _folded(tl.permute(acc * beta[:, None, :], (1, 2, 0)), W)
+    if PART is None or splits == 1:
+        combine.finish(
+            OUT, LSE, SINKS, top, l, tl.trans(acc), acc, r, q_len, q_first, b, head, active,
+            v_factor, out_strides, lse_strides, GROUP, DVP, 0, DV,
+        )  # fmt: skip
+    if PART is not None and splits > 1:
+        whole = (block_row * HEADS + head) * slots + first_slot
+        mine_r = tl.arange(0, R)
+        live = r < q_len * GROUP
+        spots = (whole + split) * R + mine_r
+        tl.store(STATS + spots * 2, top, mask=live)
+        tl.store(STATS + spots * 2 + 1, l, mask=live)
+        tl.store(PART + spots[None, :] * DVP + dv[:, None], acc, mask=live[None, :])
+        tl.debug_barrier()
+        arrived = tl.atomic_add(COUNT + whole, 1, sem="acq_rel")
+        if arrived == splits - 1:
+            tl.store(COUNT + whole, 0)
+            combine.merge(
+                OUT, LSE, SINKS, PART, STATS, whole, splits, block_row * R, q_len, q_first, b,
+                head, active, v_factor, out_strides, lse_strides,
+                GROUP, R, DVP, 0, DV, MR, SPAN,
+            )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Kernels for Hopper GPUs (sm_90a) in Gluon: TMA, wgmma and specialised warps."""

@@ -1,0 +1,75 @@
+"""What the partitions of the prefill kernel share: buffers with their barriers, small steps."""
+
+from typing import Any, NamedTuple
+
+from kvattn.kernels.hopper.compat import async_copy, gl, gluon
+
+FIELDS = gl.constexpr(16)  # numbers that describe a piece of work
+PIECES = gl.constexpr(4)  # of them known ahead
+TURN = gl.constexpr(8)  # named barriers: Triton uses those below
+TOGETHER = gl.constexpr(12)
+
+
+class Tensors(NamedTuple):
+    """Descriptors that copies read through, and where results go."""
+
+    q: Any
+    k: Any
+    v: Any
+    OUT: Any
+    LSE: Any
+    SINKS: Any
+    ALIBI: Any
+    out_strides: Any
+    lse_strides: Any
+    alibi_strides: Any
+
+
+class Ring(NamedTuple):
+    """Buffers that are filled and emptied in turn, and a pair of barriers for each."""
+
+    data: Any
+    full: Any
+    empty: Any
+
+
+class Rings(NamedTuple):
+    q: Any
+    k: Any
+    v: Any
+    work: Any
+
+
+class Scaling(NamedTuple):
+    scale: Any
+    softcap: Any
+    factor: Any  # takes scores to units of log2
+
+
+class State(NamedTuple):
+    """What a warpgroup carries from one tile of keys to the next."""
+
+    p: Any  # probabilities of the tile before, not yet multiplied with V
+    o: Any
+    m: Any
+    l: Any
+    count: Any  # tiles of V done so far: its place in the ring
+
+
+@gluon.jit
+def named_barrier(WHAT: gl.constexpr, ID: gl.constexpr, THREADS: gl.constexpr):
+    gl.inline_asm_elementwise(
+        f"bar.{WHAT} {ID}, {THREADS};\n\tmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def slot_of(count, STAGES: gl.constexpr):
+    return count % STAGES, (count // STAGES) & 1
+
+
+@gluon.jit
+def release(bar):
+    """All 128 threads arrive: no barrier of the warpgroup is needed before."""
+    async_copy.mbarrier_arrive(bar, increment_count=False)

@@ -1,0 +1,94 @@
+"""Attention of many query rows: one warp copies, two or three warpgroups compute in turns."""
+
+from kvattn.kernels.hopper.compat import fence_async_shared, gl, gluon, mbarrier
+from kvattn.kernels.hopper.copies import copy
+from kvattn.kernels.hopper.parts import FIELDS, PIECES, Ring, Rings, Scaling, Tensors
+from kvattn.kernels.hopper.rows import compute
+from kvattn.kernels.hopper.schedule import Bounds, Index, Sizes
+
+
+@gluon.jit
+def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Barriers that a copy completes or `ARRIVALS` threads do."""
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], BAR)
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    return bars
+
+
+@gluon.jit
+def _tiles(boxes, DIM: gl.constexpr, form: gl.constexpr):
+    """Whole tiles of K or V, where they were copied box by box."""
+    if form.BOX == form.BN:
+        return boxes
+    else:
+        LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+        return boxes._reinterpret(boxes.dtype, [form.STAGES, form.BN, DIM], LAYOUT)
+
+
+_NUMBERS = (
+    *("batch", "queries", "tiles", "pieces", "heads", "group", "steps", "capacity", "rows"),
+    *("blocks", "page_size", "table_stride", "left", "right", "chunk", "lse_b", "lse_h", "lse_t"),
+    *("alibi_b", "alibi_h"),
+)
+
+
+@gluon.jit(do_not_specialize=_NUMBERS)
+def prefill(
+    q, k, v, OUT, LSE, SINKS, ALIBI,
+    LENGTHS, Q_EDGES, K_EDGES, NEW_EDGES, USED, LEFTPAD, ROWS, PAGES, COUNTER,
+    out_b, out_t, out_h, lse_b, lse_h, lse_t, alibi_b, alibi_h,
+    batch, queries, tiles, pieces, heads, group, steps, capacity, rows, blocks, page_size,
+    table_stride, left, right, chunk, scale, softcap, factor,
+    form: gl.constexpr, REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Grid: a program for every processor; pieces of work are dealt out by COUNTER."""
+    GROUPS: gl.constexpr = form.GROUPS
+    STAGES: gl.constexpr = form.STAGES
+    Q_SHAPE: gl.constexpr = [form.Q_STAGES * GROUPS] + q.block_type.shape  # noqa: RUF005
+    q_data = gl.allocate_shared_memory(q.dtype, Q_SHAPE, q.layout)
+    BOXES: gl.constexpr = STAGES * (form.BN // form.BOX)
+    K_BOXES: gl.constexpr = BOXES * (form.D // k.block_type.shape[3])
+    V_BOXES: gl.constexpr = BOXES * (form.DV // v.block_type.shape[3])
+    K_SHAPE: gl.constexpr = [K_BOXES] + k.block_type.shape  # noqa: RUF005
+    V_SHAPE: gl.constexpr = [V_BOXES] + v.block_type.shape  # noqa: RUF005
+    k_data = gl.allocate_shared_memory(k.dtype, K_SHAPE, k.layout)
+    v_data = gl.allocate_shared_memory(v.dtype, V_SHAPE, v.layout)
+    news = gl.allocate_shared_memory(
+        gl.int32, [PIECES, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    q_full = _barriers(form.Q_STAGES * GROUPS, 1)
+    q_empty = _barriers(form.Q_STAGES * GROUPS, 1)
+    k_full = _barriers(STAGES, 1)
+    k_empty = _barriers(STAGES, 128 * GROUPS)
+    v_full = _barriers(STAGES, 1)
+    v_empty = _barriers(STAGES, 128 * GROUPS)
+    work = Ring(news, _barriers(PIECES, 1), _barriers(PIECES, GROUPS))
+    fence_async_shared()
+    tensors = Tensors(
+        q, k, v, OUT, LSE, SINKS, ALIBI, (out_b, out_h, out_t), (lse_b, lse_h, lse_t),
+        (alibi_b, alibi_h),
+    )  # fmt: skip
+    at = Index(LENGTHS, Q_EDGES, K_EDGES, NEW_EDGES, USED, LEFTPAD, ROWS, PAGES)
+    n = Sizes(batch, queries, tiles, pieces, heads, group, steps, capacity, rows, blocks,
+              page_size, table_stride)  # fmt: skip
+    bounds = Bounds(left, right, chunk)
+    scaling = Scaling(scale, softcap, factor)
+    boxes = Rings(Ring(q_data, q_full, q_empty), Ring(k_data, k_full, k_empty),
+                  Ring(v_data, v_full, v_empty), work)  # fmt: skip
+    rings = Rings(boxes.q, Ring(_tiles(k_data, form.D, form), k_full, k_empty),
+                  Ring(_tiles(v_data, form.DV, form), v_full, v_empty), work)  # fmt: skip
+    if GROUPS == 2:
+        gl.warp_specialize([
+            (compute, (tensors, rings, bounds, scaling, 0, form)),
+            (compute, (tensors, rings, bounds, scaling, 1, form)),
+            (copy, (tensors, boxes, at, n, bounds, COUNTER, form)),
+        ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (compute, (tensors, rings, bounds, scaling, 0, form)),
+            (compute, (tensors, rings, bounds, scaling, 1, form)),
+            (compute, (tensors, rings, bounds, scaling, 2, form)),
+            (copy, (tensors, boxes, at, n, bounds, COUNTER, form)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, COPY_REGISTERS])  # fmt: skip

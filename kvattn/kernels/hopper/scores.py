@@ -1,0 +1,152 @@
+"""From scores to probabilities, in the registers of one warpgroup: edits, masks, softmax."""
+
+from kvattn.kernels.hopper.compat import gl, gluon
+from kvattn.kernels.hopper.schedule import floor_to
+
+
+@gluon.jit
+def _by_register(s):
+    """S as [M, N / 8, 8]: in the layout of wgmma the middle index is the number of a register.
+
+    What depends on it alone is then an immediate. Column numbers as a whole vector would be kept
+    in registers over the loop, N / 4 of them, and spill.
+    """
+    return s.reshape([s.shape[0], s.shape[1] // 8, 8])
+
+
+@gluon.jit
+def _tanh(x):
+    """tanh to fp32 accuracy: a series near 0, where 1 - 2 / (e^2x + 1) would cancel."""
+    size = gl.maximum(x, -x)
+    square = x * x
+    series = 62.0 / 2835.0 * square - 17.0 / 315.0
+    series = series * square + 2.0 / 15.0
+    series = (series * square - 1.0 / 3.0) * square * x + x
+    far = 1.0 - 2.0 / (gl.exp2(gl.minimum(size, 20.0) * 2.8853900817779268) + 1.0)
+    return gl.where(size < 0.35, series, gl.where(x < 0, -far, far))
+
+
+@gluon.jit
+def edit(s, w, row, key, scaling, ALIBI, alibi_strides, form: gl.constexpr):
+    """Logits in units of log2 from raw products: scale, softcap, slopes."""
+    s = s * scaling.scale
+    if form.CAPPED:
+        s = scaling.softcap * _tanh(s * (1.0 / scaling.softcap))
+    if ALIBI is not None:
+        s3 = _by_register(s)
+        L3: gl.constexpr = s3.type.layout
+        L2: gl.constexpr = gl.SliceLayout(1, L3)
+        rows = row + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, L2))
+        heads = w.head + rows % form.PACK
+        inside = rows < w.q_len * form.PACK
+        slope = gl.load(
+            ALIBI + w.b * alibi_strides[0] + heads * alibi_strides[1], mask=inside, other=0
+        )
+        place = rows // form.PACK + (w.end - w.q_len - key)
+        lane = gl.arange(0, 8, layout=gl.SliceLayout(0, L2))
+        near = (place[:, None] - lane[None, :]).to(gl.float32)
+        group = gl.arange(0, s.shape[1] // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, L3))) * 8
+        distance = gl.expand_dims(near, 1) - gl.expand_dims(group[None, :].to(gl.float32), 2)
+        distance = gl.maximum(distance, -distance)
+        s3 = s3 - gl.expand_dims(gl.expand_dims(slope, 1), 1) * distance
+        s = gl.convert_layout(s3.reshape(s.shape), s.type.layout, assert_trivial=True)
+    return s * 1.4426950408889634
+
+
+@gluon.jit
+def mask(s, w, row, key, bounds, form: gl.constexpr):
+    """Minus infinity where rows row, row + 1, .. do not see slots key, key + 1, .."""
+    s3 = _by_register(s)
+    L3: gl.constexpr = s3.type.layout
+    L2: gl.constexpr = gl.SliceLayout(1, L3)
+    rows = row + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, L2))
+    place = rows // form.PACK + (w.end - w.q_len)
+    high = place * 0 + w.end
+    low = place * 0 + w.start
+    if form.RIGHT:
+        high = gl.minimum(high, place + bounds.right + 1)
+    if form.LEFT:
+        low = gl.maximum(low, place - bounds.left)
+    if form.CHUNKED:
+        chunk = floor_to(place - w.start, bounds.chunk) + w.start
+        low = gl.maximum(low, chunk)
+        high = gl.minimum(high, chunk + bounds.chunk)
+    lane = gl.arange(0, 8, layout=gl.SliceLayout(0, L2))
+    group = gl.arange(0, s.shape[1] // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, L3))) * 8
+    group = gl.expand_dims(group[None, :], 2)
+    keep = group < gl.expand_dims((high - key)[:, None] - lane[None, :], 1)
+    if form.LOW:
+        keep = keep & (group >= gl.expand_dims((low - key)[:, None] - lane[None, :], 1))
+    s3 = gl.where(keep, s3, float("-inf"))
+    return gl.convert_layout(s3.reshape(s.shape), s.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _halves(s):
+    """The two halves of the columns; no data moves, as the halves are different registers."""
+    return s.reshape([s.shape[0], 2, s.shape[1] // 2]).permute([0, 2, 1]).split()
+
+
+@gluon.jit
+def _row_max(s):
+    """A tree over four quarters first: shorter chains of dependent instructions."""
+    if s.shape[1] >= 64:
+        a, b = _halves(s)
+        s = gl.maximum(a, b)
+    if s.shape[1] >= 64:
+        a, b = _halves(s)
+        s = gl.maximum(a, b)
+    return gl.max(s, 1)
+
+
+@gluon.jit
+def _row_sum(s):
+    if s.shape[1] >= 64:
+        a, b = _halves(s)
+        s = a + b
+    if s.shape[1] >= 64:
+        a, b = _halves(s)
+        s = a + b
+    return gl.sum(s, 1)
+
+
+@gluon.jit
+def softmax(s, m, factor, ROWS: gl.constexpr, MASKED: gl.constexpr):
+    """One tile: new maxima, the factor for what was summed before, sums, probabilities.
+
+    `factor` takes scores to units of log2.
+    """
+    top = gl.maximum(m, gl.convert_layout(_row_max(s), ROWS, assert_trivial=True))
+    safe = top
+    if MASKED:
+        safe = gl.where(top == float("-inf"), 0.0, top)
+    shift = safe * factor
+    alpha = gl.exp2(m * factor - shift)
+    shift = gl.convert_layout(shift, gl.SliceLayout(1, s.type.layout), assert_trivial=True)
+    p = gl.exp2(s * factor - shift[:, None])
+    return top, alpha, gl.convert_layout(_row_sum(p), ROWS, assert_trivial=True), p
+
+
+@gluon.jit
+def pack(p, dtype: gl.constexpr):
+    """Probabilities rounded to 16 bits, two in a register.
+
+    A tensor of 16-bit numbers would be taken apart where it enters a loop and put together again
+    in every round, one instruction a register.
+    """
+    KIND: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    low, high = p.reshape([p.shape[0], p.shape[1] // 2, 2]).split()
+    return gl.inline_asm_elementwise(
+        f"cvt.rn.{KIND}.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True,
+        pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def unpack(p, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    """The same as an operand of wgmma; no instruction remains of it."""
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [p], dtype=(gl.int16, gl.int16), is_pure=True, pack=1,
+    )  # fmt: skip
+    whole = gl.join(low, high).to(dtype, bitcast=True).reshape([p.shape[0], 2 * p.shape[1]])
+    return gl.convert_layout(whole, LAYOUT, assert_trivial=True)

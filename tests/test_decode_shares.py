@@ -1,0 +1,42 @@
+"""Decode: however the keys of a batch are dealt out, and merged, the result is the reference's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from cases import BF16, E4M3
+from conftest import DEVICE
+
+from kvattn.testing import Case, check_case
+
+STEP = Case(batch=5, lengths=(900, 3, 0, 65, 1), capacity=912, page_size=16, new=1, rotary=32,
+            dim=32, dim_v=32, heads=4, kv_heads=1, causal=True, dtype=BF16)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        STEP,
+        replace(STEP, lengths=(900, 880, 910, 899, 700)),
+        replace(STEP, lengths=(2, 3, 0, 1, 1)),
+        replace(STEP, page_size=64, capacity=960),
+        replace(STEP, page_size=None),
+        replace(STEP, window=(100, 0)),
+        replace(STEP, seqlen_q=4, new=4, lengths=(62, 60, 125, 0, 700)),
+        replace(STEP, seqlen_q=1, new=3, lengths=(62, 60, 125, 0, 700)),
+        replace(STEP, seqlen_q=7, new=None, rotary=0),
+        replace(STEP, cache_dtype=E4M3, descale="heads"),
+        replace(STEP, dim=80, dim_v=48),
+        replace(STEP, batch=1, lengths=(900,)),
+    ],
+    ids=["unlike", "alike", "short", "pages-of-64", "dense", "window", "draft", "new-3", "q-7",
+         "fp8", "padded-dims", "one"],
+)  # fmt: skip
+def test_shares_of_like_and_of_unlike_lengths(case: Case, backend: str) -> None:
+    check_case(case, backend, DEVICE)
+
+
+@pytest.mark.parametrize("splits", [1, 3, 40])
+def test_any_number_of_splits_asked_for(splits: int, backend: str) -> None:
+    check_case(replace(STEP, options={"num_splits": splits}), backend, DEVICE)
