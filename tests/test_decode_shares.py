@@ -29,9 +29,12 @@ STEP = Case(batch=5, lengths=(900, 3, 0, 65, 1), capacity=912, page_size=16, new
         replace(STEP, cache_dtype=E4M3, descale="heads"),
         replace(STEP, dim=80, dim_v=48),
         replace(STEP, batch=1, lengths=(900,)),
+        replace(STEP, seqlen_q=(1, 3, 0, 5, 2), new=None, rotary=0),
+        replace(STEP, seqlen_q=(1, 3, 0, 5, 2), new=None, rotary=0, lengths=(900,) * 5),
+        replace(STEP, seqlen_q=(5,), batch=1, lengths=(900,), new=None, rotary=0),
     ],
     ids=["unlike", "alike", "short", "pages-of-64", "dense", "window", "draft", "new-3", "q-7",
-         "fp8", "padded-dims", "one"],
+         "fp8", "padded-dims", "one", "ragged", "ragged-alike", "ragged-one"],
 )  # fmt: skip
 def test_shares_of_like_and_of_unlike_lengths(case: Case, backend: str) -> None:
     check_case(case, backend, DEVICE)

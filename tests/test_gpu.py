@@ -135,6 +135,21 @@ def test_a_hundred_repeats_give_the_same_bits(case: Case, kernels: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+@pytest.mark.parametrize("longest", [None, 5, 64, 1])
+@pytest.mark.parametrize("lengths", [(4000, 3, 60, 61, 5), (900,) * 5])
+def test_a_hint_never_hides_rows(lengths: tuple[int, ...], longest: int | None) -> None:
+    """max_seqlen_q is a hint: too small a number costs time, not rows."""
+    case = Case(batch=5, seqlen_q=(1, 5, 0, 3, 2), lengths=lengths, page_size=16, dim=64,
+                heads=8, kv_heads=1, causal=True, dtype=BF16)  # fmt: skip
+    inputs = make_inputs(case, device=CUDA)
+    inputs.pop("max_seqlen_q", None)
+    wanted = call(inputs, "reference")
+    for _ in range(3):
+        out, lse = call(inputs, "triton", max_seqlen_q=longest)
+        torch.testing.assert_close(out, wanted[0], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse, wanted[1], rtol=2e-3, atol=2e-3)
+
+
 @pytest.mark.parametrize("case", [STEP, PREFILL], ids=["step", "prefill"])
 def test_no_call_waits_for_the_device(case: Case, kernels: str) -> None:
     if refused(case, kernels):

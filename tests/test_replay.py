@@ -58,7 +58,7 @@ def run(kernel: Any, copies: bool = False) -> Any:
     def launch(r: Request) -> None:
         target = replay.target()
         out, _ = target.outputs(r)
-        scratch = target.scratch(10, r.lead.device)
+        scratch = target.scratch("part", 10, r.lead.device)
         k = r.k_cache.clone() if copies and r.k_cache is not None else r.k_cache
         args = (r.q, k, r.v_cache, out, scratch, 5)
         target.launch(kernel, (7,), args, {"SIZE": 3}, num_warps=4)
@@ -141,9 +141,10 @@ def test_the_callers_out(kernel: Kernel) -> None:
 def test_scratch_is_shared_by_the_calls_of_a_stream(kernel: Kernel) -> None:
     device = torch.device("cpu")
     spaces = replay.Workspaces()
-    small = spaces.scratch(10, device)
-    assert spaces.scratch(20, device) is small
-    large = spaces.scratch(small.numel() + 1, device)
-    assert large.numel() > small.numel() and spaces.scratch(1, device) is large
+    small = spaces.scratch("part", 10, device)
+    assert spaces.scratch("part", 20, device) is small
+    assert spaces.scratch("stats", 20, device) is not small
+    large = spaces.scratch("part", small.numel() + 1, device)
+    assert large.numel() > small.numel() and spaces.scratch("part", 1, device) is large
     counters = spaces.counters(10, device)
     assert not counters.any() and spaces.counters(100, device) is counters

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvattn import values
 from kvattn.backends import reference
-from kvattn.plan import Plan
+from kvattn.plan import Plan, Prepared
 from kvattn.request import Facts, Request
 
 name = "triton"
@@ -39,19 +39,21 @@ def kernel(facts: Facts) -> str:
     return f"{append}attention kernel over {layout} keys"
 
 
-def run(r: Request, plan: Plan) -> tuple[Tensor, Tensor] | None:
+def run(r: Request, plan: Plan | None = None) -> tuple[Tensor, Tensor] | None:
     """Appends the new tokens, then attends. Returns (out, lse), or None for an append alone."""
     from kvattn.backends import triton_decode as few
     from kvattn.backends import triton_launch as launch
+    from kvattn.backends.triton_replay import target
 
     if (r.score_mod is not None or r.mask_mod is not None) and values.readable(r.pool):
         reference.try_mods(r)  # a table of the wrong shape would read as zeros
+    launch.lowered(r)  # a mod that no kernel can run is refused before anything is written
     decode = r.attend and few.takes(r)
     if r.k is not None and not (decode and few.appends(r)):
         launch.append(r)
     if not r.attend:
         return None
-    out, lse = r.outputs()
+    out, lse = target().outputs(r)
     if decode:
         few.decode(r, out, lse)
     else:
@@ -59,5 +61,9 @@ def run(r: Request, plan: Plan) -> tuple[Tensor, Tensor] | None:
     return out, lse
 
 
-def prepare(r: Request) -> None:
-    """Every call is made from the beginning."""
+def prepare(r: Request) -> Prepared | None:
+    """The launches of a call, recorded; None where a call does more than launch kernels."""
+    from kvattn.backends import triton_replay
+
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return None if interpreted else triton_replay.record(r, run)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvattn import quant
 from kvattn.backends import triton_launch as launch
+from kvattn.backends.triton_replay import target
 from kvattn.kernels.decode import decode as _decode
 from kvattn.request import Request
 
@@ -25,6 +26,7 @@ class Shape:
     """What the choice of tiles depends on: sizes, no data."""
 
     rows: int  # packed query rows of a sequence
+    ragged: int  # packed query rows of the batch if it is ragged, else 0
     batch: int
     heads: int  # kv heads
     capacity: int  # rows of a sequence at most
@@ -54,36 +56,41 @@ class Tiles:
     slots: int  # shares that there may be
     flat: int  # 0, or a power of two at or above the batch: shares are dealt out on the device
     spread: int
+    split: bool  # whether some sequence may have more than one share
 
 
 def plan(s: Shape) -> Tiles:
     """16 rows a program at most, and as many shares as keep every processor reading."""
     r = 8 if s.rows <= 8 else 16
-    tiles = -(-s.rows // r)
+    tiles = 1 if s.ragged else -(-s.rows // r)
+    lots = s.ragged // r + s.batch if s.ragged else s.batch  # what is dealt out in shares
     programs = s.heads * tiles
     warps, keys, stages = _tile(s)
     block = warps * keys
     most = max(1, -(-s.capacity // block))
     wave = max(1, s.processors // programs)  # shares that occupy every processor once
     parts = _WAVES * wave
-    flat = triton.next_power_of_2(s.batch) if 1 < s.batch <= _BATCH else 0
+    flat = triton.next_power_of_2(max(2, s.batch)) if s.batch <= _BATCH else 0
+    if s.batch == 1 and not s.ragged:
+        flat = 0
     if s.invariant:
         each = leaves(s.capacity)
-        slots = each * s.batch
-    elif s.splits > 0 or flat == 0:
+        slots = each * lots
+    elif not s.ragged and (s.splits > 0 or flat == 0):
         # a merge takes one round per 16 shares, so more of them pay for long sequences only
         some = min(wave, max(16, int(4 * most**0.5))) if s.batch == 1 else 1
         each = min(s.splits or some, most, 256)
         slots, flat = each * s.batch, 0
     else:
-        each = min(_each(s.batch * programs, s.processors), most)
-        slots = min(max(each * s.batch, parts + s.batch), most * s.batch)
+        each = min(s.splits or _each(lots * programs, s.processors), most)
+        slots = min(max(each * lots, parts + lots), most * lots)
     spread = 2
     if s.page == 0 or (s.page % block == 0 and not s.leftpad):
         spread = 0
     elif s.page % keys == 0 and not s.leftpad:
         spread = 1
-    return Tiles(r, tiles, warps, keys, stages, each, parts, slots, flat, spread)
+    split = slots > lots
+    return Tiles(r, tiles, warps, keys, stages, each, parts, slots, flat, spread, split)
 
 
 def _each(programs: int, processors: int) -> int:
@@ -142,14 +149,14 @@ def takes(r: Request) -> bool:
     scales = ((r.k_descale, r.k_cache), (r.v_descale, r.pool))
     if any(scale is not None and quant.per_token(scale, cache) for scale, cache in scales):
         return False
-    if r.cu_seqlens_q is not None and r.max_seqlen_q is None:
+    if r.cu_seqlens_q is not None and (r.max_seqlen_q is None or r.batch > _BATCH):
         return False
     group = r.heads // r.kv_heads
     return _longest(r) * group <= max(_ROWS, 8 * group if r.batch_invariant else 0)
 
 
 def _longest(r: Request) -> int:
-    """Query tokens of a sequence at most."""
+    """Query tokens of a sequence at most; of ragged ones, by the caller's hint."""
     if r.cu_seqlens_q is None:
         return r.lead.shape[1]
     return min(r.lead.shape[0], r.max_seqlen_q or r.lead.shape[0])
@@ -168,8 +175,10 @@ def appends(r: Request) -> bool:
 
 def shape_of(r: Request) -> Shape:
     dk, dv = launch.pow2(r.lead.shape[-1]), launch.pow2(r.pool.shape[-1])
+    group = r.heads // r.kv_heads
     return Shape(
-        rows=_longest(r) * (r.heads // r.kv_heads), batch=r.batch, heads=r.kv_heads,
+        rows=_longest(r) * group, batch=r.batch, heads=r.kv_heads,
+        ragged=0 if r.cu_seqlens_q is None else r.lead.shape[0] * group,
         capacity=r.capacity, dims=dk + dv, width=r.pool.element_size(),
         multiplied=launch.multiplied(r).itemsize, page=r.page_size if r.paged else 0,
         leftpad=r.cache_leftpad is not None, processors=launch.processors(r.lead.device),
@@ -193,15 +202,16 @@ def decode(r: Request, out: Tensor, lse: Tensor) -> None:
     t = plan(s)
     spots = t.slots * t.tiles * s.heads
     part = stats = count = None
-    if t.slots > s.batch:
+    if t.split:
         dvp, device = launch.pow2(r.pool.shape[-1]), r.lead.device
-        part = torch.empty(spots * t.r * dvp, dtype=torch.float32, device=device)
-        stats = torch.empty(spots * t.r * 2, dtype=torch.float32, device=device)
-        count = launch.COUNTERS.take(spots, device)
-    _decode[(spots,)](
-        *_tensors(r, out, lse, part, stats, count),
-        *_numbers(r, t, out, lse),
-        **_constants(r, s, t),
+        part = target().scratch("part", spots * t.r * dvp, device)
+        stats = target().scratch("stats", spots * t.r * 2, device)
+        count = target().counters(spots, device)
+    target().launch(
+        _decode,
+        (spots,),
+        (*_tensors(r, out, lse, part, stats, count), *_numbers(r, t, out, lse)),
+        _constants(r, s, t),
         num_warps=t.warps,
         num_stages=t.stages if launch.copyable(r) else 1,
         **registers(s, t),
@@ -264,7 +274,7 @@ def _constants(r: Request, s: Shape, t: Tiles) -> dict[str, Any]:
         pairs = zip(casts, (r.k_descale, r.v_descale), strict=True)
         scalings = [int(cast and scale is not None) for cast, scale in pairs]
     # fixed rounds of the merge, whatever the number of rows
-    mr = 8 if s.invariant else min(t.r, triton.next_power_of_2(s.rows))
+    mr = 8 if s.invariant else t.r if s.ragged else min(t.r, triton.next_power_of_2(s.rows))
     span = max(1, min(16, 8192 // (mr * launch.pow2(dv))))
     return {
         "HEADS": s.heads, "GROUP": r.heads // s.heads, "PAGE": r.page_size if r.paged else 1,

@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from kvattn import quant
+from kvattn.backends.triton_replay import target
 from kvattn.kernels.append import append as _append
 from kvattn.kernels.attention import attention as _attention
 from kvattn.request import Request
@@ -99,7 +100,7 @@ def append(r: Request) -> None:
         scalings.append(how if cast else 0)
     half = 0 if r.rotary_cos is None else r.rotary_cos.shape[1]
     new_strides = [(0, *x.stride()[:2]) if ragged else x.stride()[:3] for x in (k, v)]
-    _append[(tokens * heads,)](
+    arguments = (
         raw(k), raw(v), raw(k_cache), raw(v_cache),
         r.cache_seqlens, r.cu_seqlens_k_new, r.cache_batch_idx,
         None if r.slot_mapping is not None else r.page_table, r.slot_mapping, r.rotary_seqlens,
@@ -110,12 +111,16 @@ def append(r: Request) -> None:
         _mx_strides(r.sfk, k_cache), _mx_strides(r.sfv, v_cache),
         stride, r.batch, max(1, k.shape[1]), lines, blocks, size, r.capacity,
         0 if r.rotary_cos is None else r.rotary_cos.shape[0],
-        HEADS=heads, D=d, DV=dv, DP=max(32, pow2(d)), DVP=max(32, pow2(dv)),
-        HALF=half, INTERLEAVED=r.rotary_interleaved,
-        KIND=kind(k_cache), V_KIND=kind(v_cache), CAST=casts[0], V_CAST=casts[1],
-        SCALING=scalings[0], V_SCALING=scalings[1],
-        num_warps=1, enable_fp_fusion=False,  # the same roundings as plain torch
     )  # fmt: skip
+    constants = {
+        "HEADS": heads, "D": d, "DV": dv, "DP": max(32, pow2(d)), "DVP": max(32, pow2(dv)),
+        "HALF": half, "INTERLEAVED": r.rotary_interleaved,
+        "KIND": kind(k_cache), "V_KIND": kind(v_cache), "CAST": casts[0], "V_CAST": casts[1],
+        "SCALING": scalings[0], "V_SCALING": scalings[1],
+    }  # fmt: skip
+    # without fused multiplications, for the same roundings as plain torch
+    options = {"num_warps": 1, "enable_fp_fusion": False}
+    target().launch(_append, (tokens * heads,), arguments, constants, **options)
 
 
 def _halves(d: int) -> tuple[int, int]:
@@ -197,49 +202,12 @@ def shared_memory(device: torch.device) -> int:
     return int(getattr(properties, "shared_memory_per_block_optin", 65_536))
 
 
-class _Counters:
-    """Arrival counters, zero before and after every launch.
-
-    Calls on one stream follow each other and share their counters. A captured call owns its own,
-    since its graph may be replayed beside anything; they come from an arena that is zero already,
-    so that a graph needs no node to clear them.
-    """
-
-    ARENA = 1 << 20
-
-    def __init__(self) -> None:
-        self.shared: dict[tuple[torch.device, int], Tensor] = {}
-        self.arena: dict[torch.device, Tensor] = {}
-        self.used: dict[torch.device, int] = {}
-
-    def take(self, count: int, device: torch.device) -> Tensor:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return self._owned(count, device)
-        if device not in self.arena:
-            self.arena[device] = torch.zeros(self.ARENA, dtype=torch.int32, device=device)
-        stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
-        have = self.shared.get((device, stream))
-        if have is None or have.numel() < count:
-            have = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
-            self.shared[device, stream] = have
-        return have
-
-    def _owned(self, count: int, device: torch.device) -> Tensor:
-        first = self.used.get(device, 0)
-        arena = self.arena.get(device)
-        if arena is None or first + count > arena.numel():
-            return torch.zeros(count, dtype=torch.int32, device=device)
-        self.used[device] = first + count
-        return arena[first : first + count]
-
-
-COUNTERS = _Counters()
-
-
 def _tile(r: Request, rows: int, edited: bool) -> tuple[int, int, int, int]:
     """(BM, BN, warps, stages) for a tile of packed rows."""
     dim = max(r.lead.shape[-1], r.pool.shape[-1])
     bm = min(64 if dim > 128 or edited else 128, pow2(rows))
+    if r.pool.shape[-1] <= 16:  # products 16 columns wide lose keys in 64-row tiles
+        bm = 16
     if dim > 256:
         bm = min(bm, 16 if r.qv is not None else 32)
     wide = multiplied(r) == torch.float32
@@ -275,7 +243,7 @@ def attend(r: Request, out: Tensor, lse: Tensor) -> None:
     longest = min(total, r.max_seqlen_q or total) if ragged else total
     if ragged and r.max_seqlen_q is None:
         longest = -(-total // r.batch)
-    score, mask = _mods(r)
+    score, mask = lowered(r)
     edited = r.softcap > 0 or any(x is not None for x in (r.rel_bias, r.alibi_slopes, score))
     rows = longest * group
     if r.batch_invariant:  # one tile for any few query tokens
@@ -298,9 +266,9 @@ def attend(r: Request, out: Tensor, lse: Tensor) -> None:
     part = stats = count = None
     if split:
         spots = all_tiles * heads * splits * bm
-        part = torch.empty(spots * (va + vb), dtype=torch.float32, device=lead.device)
-        stats = torch.empty(spots * 2, dtype=torch.float32, device=lead.device)
-        count = COUNTERS.take(all_tiles * heads, lead.device)
+        part = target().scratch("part", spots * (va + vb), lead.device)
+        stats = target().scratch("stats", spots * 2, lead.device)
+        count = target().counters(all_tiles * heads, lead.device)
     stride, lines, blocks, size = table(r)
     block_map, map_m, map_n = _block_map(r)
     scaled = any(x is not None for x in (r.q_descale, r.k_descale, r.v_descale))
@@ -321,7 +289,7 @@ def attend(r: Request, out: Tensor, lse: Tensor) -> None:
     bias = r.rel_bias
     fresh = 0 if r.k is None or r.k.dim() == 3 else r.k.shape[1]
     tokens_sfv = r.sfv is not None and quant.mx_layout(r.sfv, r.pool, tokens=True) == "tokens"
-    _attention[(all_tiles * heads * splits,)](
+    arguments = (
         raw(q), raw(qv), raw(r.k_cache), raw(r.v_cache), out,
         lse if r.return_lse else None, part, stats, count,
         r.cache_seqlens, r.cu_seqlens_q, r.cu_seqlens_k, r.cu_seqlens_k_new, r.seqused_q,
@@ -341,22 +309,27 @@ def attend(r: Request, out: Tensor, lse: Tensor) -> None:
         0 if r.rotary_cos is None else r.rotary_cos.shape[0],
         r.softmax_scale, r.softcap, left or 0, right or 0, r.attention_chunk,
         0 if bias is None else bias.shape[-1], splits,
-        HEADS=heads, GROUP=group, PAGE=size,
-        DA=da, DB=db, D=d, VA=va, VB=vb, DV=r.pool.shape[-1],
-        HALF=0 if r.rotary_cos is None else r.rotary_cos.shape[1],
-        INTERLEAVED=r.rotary_interleaved, ADVANCE=int(r.local),
-        DTYPE=TL.get(dtype, triton.language.float32),
-        Q_KIND=kind(lead), K_KIND=kind(r.k_cache), V_KIND=kind(r.v_cache),
-        INCLUDED=r.slot_mapping is not None, HAS_LEFT=left is not None,
-        HAS_RIGHT=right is not None, CHUNKED=r.attention_chunk > 0, CAPPED=r.softcap > 0,
-        BY_TOKEN_K=k_by_token, BY_TOKEN_V=v_by_token, SFV_TOKENS=tokens_sfv,
-        MAP_M=map_m, MAP_N=map_n, MAP_FLAT=r.gather_kv_indices is not None,
-        SCORE_MOD=None if score is None else score.function,
-        MASK_MOD=None if mask is None else mask.function, EDITED=edited,
-        BM=bm, BN=bn, SPLIT=split, LEAF=leaf, REVERSED=right is not None, MR=mr, SPAN=span,
-        PLAIN=plain, RAW=unscaled, ALIGNED=size % bn == 0 and r.cache_leftpad is None,
-        num_warps=warps, num_stages=stages,
     )  # fmt: skip
+    constants = {
+        "HEADS": heads, "GROUP": group, "PAGE": size,
+        "DA": da, "DB": db, "D": d, "VA": va, "VB": vb, "DV": r.pool.shape[-1],
+        "HALF": 0 if r.rotary_cos is None else r.rotary_cos.shape[1],
+        "INTERLEAVED": r.rotary_interleaved, "ADVANCE": int(r.local),
+        "DTYPE": TL.get(dtype, triton.language.float32),
+        "Q_KIND": kind(lead), "K_KIND": kind(r.k_cache), "V_KIND": kind(r.v_cache),
+        "INCLUDED": r.slot_mapping is not None, "HAS_LEFT": left is not None,
+        "HAS_RIGHT": right is not None, "CHUNKED": r.attention_chunk > 0, "CAPPED": r.softcap > 0,
+        "BY_TOKEN_K": k_by_token, "BY_TOKEN_V": v_by_token, "SFV_TOKENS": tokens_sfv,
+        "MAP_M": map_m, "MAP_N": map_n, "MAP_FLAT": r.gather_kv_indices is not None,
+        "SCORE_MOD": None if score is None else score.function,
+        "MASK_MOD": None if mask is None else mask.function, "EDITED": edited,
+        "BM": bm, "BN": bn, "SPLIT": split, "LEAF": leaf, "REVERSED": right is not None,
+        "MR": mr, "SPAN": span,
+        "PLAIN": plain, "RAW": unscaled, "ALIGNED": size % bn == 0 and r.cache_leftpad is None,
+    }  # fmt: skip
+    grid = (all_tiles * heads * splits,)
+    options = {"num_warps": warps, "num_stages": stages}
+    target().launch(_attention, grid, arguments, constants, **options)
 
 
 def _splits(r: Request, programs: int, reach: int, bn: int) -> int:
@@ -368,7 +341,7 @@ def _splits(r: Request, programs: int, reach: int, bn: int) -> int:
     return max(1, min(wanted, most, 128))
 
 
-def _mods(r: Request) -> tuple[Any, Any]:
+def lowered(r: Request) -> tuple[Any, Any]:
     """score_mod and mask_mod as device functions with their captured tensors."""
     if r.score_mod is None and r.mask_mod is None:
         return None, None

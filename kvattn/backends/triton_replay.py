@@ -36,18 +36,19 @@ class Workspaces:
     _LEAST = 1 << 12
 
     def __init__(self) -> None:
-        self._scratch: dict[tuple[torch.device, int], Tensor] = {}
+        self._scratch: dict[tuple[str, torch.device, int], Tensor] = {}
         self._counters: dict[tuple[torch.device, int], Tensor] = {}
         self._arena: dict[torch.device, tuple[Tensor, int]] = {}
 
-    def scratch(self, count: int, device: torch.device) -> Tensor:
-        """At least ``count`` float32 numbers, not initialised."""
+    def scratch(self, name: str, count: int, device: torch.device) -> Tensor:
+        """At least ``count`` float32 numbers, not initialised, other ones for another name."""
         if capturing(device):
             return torch.empty(count, dtype=torch.float32, device=device)
-        have = self._scratch.get((device, stream_of(device)))
+        key = name, device, stream_of(device)
+        have = self._scratch.get(key)
         if have is None or have.numel() < count:
             have = torch.empty(max(count, self._LEAST), dtype=torch.float32, device=device)
-            self._scratch[device, stream_of(device)] = have
+            self._scratch[key] = have
         return have
 
     def counters(self, count: int, device: torch.device) -> Tensor:
@@ -85,8 +86,8 @@ class Live:
     def outputs(self, r: Request) -> tuple[Tensor, Tensor]:
         return r.outputs()
 
-    def scratch(self, count: int, device: torch.device) -> Tensor:
-        return WORKSPACES.scratch(count, device)
+    def scratch(self, name: str, count: int, device: torch.device) -> Tensor:
+        return WORKSPACES.scratch(name, count, device)
 
     def counters(self, count: int, device: torch.device) -> Tensor:
         return WORKSPACES.counters(count, device)
@@ -132,14 +133,14 @@ class Recording(Live):
             self.fresh.append(("lse", lse))
         return out, lse
 
-    def scratch(self, count: int, device: torch.device) -> Tensor:
+    def scratch(self, name: str, count: int, device: torch.device) -> Tensor:
         got = torch.empty(count, dtype=torch.float32, device=device)
-        self.fresh.append((("scratch", count), got))
+        self.fresh.append(((WORKSPACES.scratch, (name, count)), got))
         return got
 
     def counters(self, count: int, device: torch.device) -> Tensor:
         got = torch.empty(count, dtype=torch.int32, device=device)
-        self.fresh.append((("counters", count), got))
+        self.fresh.append(((WORKSPACES.counters, (count,)), got))
         return got
 
     def launch(
@@ -232,8 +233,8 @@ class Replay:
             elif kind == "lse":
                 made = lse = self._new_lse()
             else:
-                what, count = kind
-                made = getattr(WORKSPACES, what)(count, device)
+                make, size = kind
+                made = make(*size, device)
             held.append(made)  # until the launches are in the stream's queue
             addresses.append(made.data_ptr())
         stream = driver.active.get_current_stream(device.index)

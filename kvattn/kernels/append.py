@@ -30,7 +30,7 @@ def append(
     """Grid: tokens * heads. `blocks` pages or rows of `size` slots; `rows` lines of the table."""
     program = tl.program_id(0)
     token = (program // HEADS).to(tl.int64)
-    head = program % HEADS
+    head = (program % HEADS).to(tl.int64)
     keep = token >= 0
     if EDGES is None:
         owner = token // steps

@@ -28,14 +28,16 @@ def _leaf_first(i, LEAF: tl.constexpr):
 
 @triton.jit
 def _shares(
-    LENGTHS, NEW_EDGES, LEFTPAD, slot, batch, fresh, capacity, reach, each, parts,
+    LENGTHS, NEW_EDGES, LEFTPAD, Q_EDGES, slot, batch, fresh, capacity, reach, each, parts,
     BN: tl.constexpr, INCLUDED: tl.constexpr, BATCH: tl.constexpr, LEAF: tl.constexpr,
+    GROUP: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Whose a slot is: (sequence, first slot of that sequence, its shares).
+    """Whose a slot is: (sequence, row tile, first slot of that tile, its shares).
 
     Sequences of like lengths get `each` shares. Others get shares of one size, as many as they
-    fill, at least one: `parts` in all and up to one more a sequence. Behind the last share lies
-    sequence `batch`.
+    fill, at least one: `parts` in all and up to one more a sequence. Ragged queries have slots for
+    each of their row tiles, whatever the caller's hint says of the longest; for others the grid
+    tells row tiles apart. Behind the last share lies sequence `batch`.
     """
     b = tl.arange(0, BATCH)
     there = b < batch
@@ -51,28 +53,42 @@ def _shares(
     if LEFTPAD is not None:
         n -= tl.maximum(tl.load(LEFTPAD + b, mask=there, other=0), 0)
     n = tl.where(there, tl.maximum(n, 0), 0)
+    row_tiles = there.to(tl.int32)
+    if Q_EDGES is not None:
+        q_len = tl.load(Q_EDGES + b + 1, mask=there, other=0)
+        q_len -= tl.load(Q_EDGES + b, mask=there, other=0)
+        row_tiles = tl.cdiv(tl.maximum(q_len, 0) * GROUP, R)
     if LEAF > 0:
         count = _leaves(n, LEAF)
         alike = slot < 0
         splits = 1 + slot * 0
     else:
         tiles = tl.cdiv(tl.minimum(n, reach), BN)
-        total = tl.sum(tiles, 0)
+        total = tl.sum(tiles * row_tiles, 0)
         most = tl.max(tiles, 0)
-        alike = most * batch <= 2 * total
+        alike = most * batch <= 2 * tl.sum(tiles, 0)
         splits = tl.maximum(tl.minimum(each, most), 1)
         count = tl.cdiv(tiles, tl.maximum(tl.cdiv(total, parts), 1))
+    if Q_EDGES is not None:
+        count = tl.where(alike, splits, count)
+        alike = slot < 0
+    tile_at = slot * 0
     if alike:
         mine = slot // splits
         first = mine * splits
     else:
-        count = tl.where(there, tl.maximum(count, 1), 0)
+        count = tl.where(there, tl.maximum(count, 1), 0) * row_tiles
         ends = tl.cumsum(count, 0)
         before = there & (ends <= slot)
         mine = tl.sum(before.to(tl.int32), 0)
         first = tl.max(tl.where(before, ends, 0), 0)
         splits = tl.sum(tl.where(b == mine, count, 0), 0)
-    return mine, first, splits
+        if Q_EDGES is not None:
+            own = tl.sum(tl.where(b == mine, row_tiles, 0), 0)
+            splits = splits // tl.maximum(own, 1)
+            tile_at = (slot - first) // tl.maximum(splits, 1)
+            first += tile_at * splits
+    return mine, tile_at, first, splits
 
 
 @triton.jit
@@ -150,7 +166,10 @@ def decode(
     BATCH: tl.constexpr, LEAF: tl.constexpr, SPREAD: tl.constexpr,
     MR: tl.constexpr, SPAN: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: slots * TILES * HEADS, heads fastest. R packed rows a program, W warps of NK keys."""
+    """Grid: slots * TILES * HEADS, heads fastest. R packed rows a program, W warps of NK keys.
+
+    TILES is 1 for ragged queries, whose row tiles are told apart by slots.
+    """
     BN: tl.constexpr = W * NK
     program = tl.program_id(0)
     head = (program % HEADS).to(tl.int64)
@@ -161,12 +180,16 @@ def decode(
         reach = capacity
         if HAS_LEFT:
             reach = tl.minimum(reach, left + queries + BN)
-        b, first_slot, splits = _shares(
-            LENGTHS, NEW_EDGES, LEFTPAD, slot, batch, steps, capacity, reach, each, parts,
-            BN, INCLUDED, BATCH, LEAF,
+        b, tile_at, first_slot, splits = _shares(
+            LENGTHS, NEW_EDGES, LEFTPAD, Q_EDGES, slot, batch, steps, capacity, reach, each, parts,
+            BN, INCLUDED, BATCH, LEAF, GROUP, R,
         )  # fmt: skip
         if b >= batch:
             return
+        if Q_EDGES is not None:
+            block_row = tile_at
+            if first_slot + splits > slots:  # edges that no query has: no share may be missing
+                return
     else:
         b = slot // each
         first_slot = b * each
@@ -384,7 +407,7 @@ def decode(
             v_factor, out_strides, lse_strides, GROUP, DVP, 0, DV,
         )  # fmt: skip
     if PART is not None and splits > 1:
-        whole = (block_row * HEADS + head) * slots + first_slot
+        whole = (program // HEADS % TILES * HEADS + head) * slots + first_slot
         mine_r = tl.arange(0, R)
         live = r < q_len * GROUP
         spots = (whole + split) * R + mine_r
