@@ -132,7 +132,7 @@ def _key(given: dict[str, Any]) -> tuple[Any, ...] | None:
     grad = torch.is_grad_enabled()
     parts: list[Any] = [grad]
     for name, value in given.items():
-        if value is None:
+        if value is None or value is _USUAL.get(name, given):
             continue
         kind = type(value)
         if kind in _PLAIN:
@@ -148,6 +148,12 @@ def _key(given: dict[str, Any]) -> tuple[Any, ...] | None:
     return tuple(parts)
 
 
+# Left out of keys where they are these very objects; None is left out everywhere.
+_USUAL: dict[str, Any] = {
+    **dict.fromkeys(("causal", "only_qv", "batch_invariant", "return_lse", "deterministic"), False),
+    **dict.fromkeys(("attention_chunk", "num_splits", "sm_margin"), 0),
+    "rotary_interleaved": True,
+}
 _SOURCES = {"cache_seqlens": "seqused_k", "cu_seqlens_k_new": "cu_seqlens_q"}
 
 

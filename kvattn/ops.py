@@ -40,7 +40,7 @@ _NUMBERS: dict[str, Any] = {"cache_seqlens": (int, NoneType)} | dict.fromkeys(
 _SCALAR_NAMES = tuple(scalar.split()[1] for scalar in _SCALARS)
 
 
-def attend(**arguments: Any) -> tuple[Tensor, Tensor]:
+def attend(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Checks, plans and runs one attention call given by the names of `Request.of`."""
     if torch.compiler.is_compiling():
         return _compiled(arguments) if _crosses(arguments) else _eager(attend, arguments)
@@ -88,7 +88,7 @@ class Step:
         return result[0]
 
 
-def append(**arguments: Any) -> None:
+def append(arguments: dict[str, Any]) -> None:
     """Checks and runs an append without attention."""
     if torch.compiler.is_compiling():
         if _crosses(arguments):
@@ -134,7 +134,7 @@ def _compiled(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
 def _eager(call: Any, arguments: dict[str, Any]) -> Any:
     """Python callables cannot cross an op boundary: such a call is a graph break."""
     # As a decorator it would import torch._dynamo, which takes seconds, together with kvattn.
-    return torch.compiler.disable(call)(**arguments)
+    return torch.compiler.disable(call)(arguments)
 
 
 def _flat(arguments: dict[str, Any]) -> tuple[Any, ...]:

@@ -61,27 +61,28 @@ def append_kv(
         >>> k, v = torch.randn(3, 2, 16), torch.randn(3, 2, 16)
         >>> kvattn.append_kv(k, v, pages[0], pages[1], slot_mapping=torch.tensor([5, -1, 9]))
     """
-    ops.append(
-        k=k,
-        v=v,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        cache_seqlens=cache_seqlens,
-        slot_mapping=slot_mapping,
-        page_table=page_table,
-        cu_seqlens_k_new=cu_seqlens_k_new,
-        cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad,
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
-        rotary_seqlens=rotary_seqlens,
-        rotary_interleaved=rotary_interleaved,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        sfk=sfk,
-        sfv=sfv,
-        backend=backend,
-    )
+    given = {
+        "k": k,
+        "v": v,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "cache_seqlens": cache_seqlens,
+        "slot_mapping": slot_mapping,
+        "page_table": page_table,
+        "cu_seqlens_k_new": cu_seqlens_k_new,
+        "cache_batch_idx": cache_batch_idx,
+        "cache_leftpad": cache_leftpad,
+        "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin,
+        "rotary_seqlens": rotary_seqlens,
+        "rotary_interleaved": rotary_interleaved,
+        "k_descale": k_descale,
+        "v_descale": v_descale,
+        "sfk": sfk,
+        "sfv": sfv,
+        "backend": backend,
+    }
+    ops.append(given)
 
 
 def apply_rotary(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,8 +19,8 @@ class Sequences:
     """Keys and queries of some sequences, from which calls of any form are made."""
 
     def __init__(self, dtype: torch.dtype, cache_dtype: torch.dtype, group: int = 4) -> None:
-        generator = torch.Generator().manual_seed(5)
-        draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+        generator = torch.Generator("cpu").manual_seed(5)
+        draw = partial(torch.randn, generator=generator, device="cpu")
         self.k = [draw(n, KV_HEADS, DIM).to(cache_dtype) for n in LENGTHS]
         self.v = [draw(n, KV_HEADS, DIM).to(cache_dtype) for n in LENGTHS]
         self.q = [draw(8, group * KV_HEADS, DIM).to(dtype) for _ in LENGTHS]
@@ -40,11 +41,12 @@ class Sequences:
         """
         size = page or 1
         width = -(-(max(LENGTHS[i] for i in who) + room) // size)
-        pages = torch.randperm(len(who) * width, generator=torch.Generator().manual_seed(seed))
+        chance = torch.Generator("cpu").manual_seed(seed)
+        pages = torch.randperm(len(who) * width, generator=chance, device="cpu")
         table = pages.view(len(who), width).int()
         caches = []
         for rows in (self.k, self.v):
-            dense = torch.zeros(len(who), width * size, KV_HEADS, DIM, dtype=F32)
+            dense = torch.zeros(len(who), width * size, KV_HEADS, DIM, dtype=F32, device="cpu")
             for at, i in enumerate(who):
                 dense[at, : LENGTHS[i]] = rows[i].float()
             dense = dense.to(rows[0].dtype)

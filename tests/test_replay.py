@@ -141,10 +141,10 @@ def test_the_callers_out(kernel: Kernel) -> None:
 def test_scratch_is_shared_by_the_calls_of_a_stream(kernel: Kernel) -> None:
     device = torch.device("cpu")
     spaces = replay.Workspaces()
-    small = spaces.scratch("part", 10, device)
-    assert spaces.scratch("part", 20, device) is small
-    assert spaces.scratch("stats", 20, device) is not small
-    large = spaces.scratch("part", small.numel() + 1, device)
-    assert large.numel() > small.numel() and spaces.scratch("part", 1, device) is large
-    counters = spaces.counters(10, device)
-    assert not counters.any() and spaces.counters(100, device) is counters
+    small = spaces.scratch("part", 10, device, 0)
+    assert spaces.scratch("part", 20, device, 0) is small
+    assert spaces.scratch("stats", 20, device, 0) is not small
+    large = spaces.scratch("part", small.numel() + 1, device, 0)
+    assert large.numel() > small.numel() and spaces.scratch("part", 1, device, 0) is large
+    counters = spaces.counters(10, device, 0)
+    assert not counters.any() and spaces.counters(100, device, 0) is counters

@@ -20,6 +20,7 @@ from triton.runtime import driver
 from kvattn import values
 from kvattn.request import NAMES, Request
 
+CAPTURING = -1  # in place of a stream
 _ALIGNED = 15  # bits of an address that kernels for 16-byte aligned memory take to be zero
 
 
@@ -40,44 +41,45 @@ class Workspaces:
         self._counters: dict[tuple[torch.device, int], Tensor] = {}
         self._arena: dict[torch.device, tuple[Tensor, int]] = {}
 
-    def scratch(self, name: str, count: int, device: torch.device) -> Tensor:
+    def scratch(self, name: str, count: int, device: torch.device, stream: int) -> Tensor:
         """At least ``count`` float32 numbers, not initialised, other ones for another name."""
-        if capturing(device):
+        if stream == CAPTURING:
             return torch.empty(count, dtype=torch.float32, device=device)
-        key = name, device, stream_of(device)
+        key = name, device, stream
         have = self._scratch.get(key)
         if have is None or have.numel() < count:
             have = torch.empty(max(count, self._LEAST), dtype=torch.float32, device=device)
             self._scratch[key] = have
         return have
 
-    def counters(self, count: int, device: torch.device) -> Tensor:
+    def counters(self, count: int, device: torch.device, stream: int) -> Tensor:
         """At least ``count`` int32 zeros."""
         if device not in self._arena:
             zeros = torch.zeros(self._ARENA, dtype=torch.int32, device=device)
             self._arena[device] = zeros, 0
-        if capturing(device):
+        if stream == CAPTURING:
             arena, first = self._arena[device]
             if first + count > arena.numel():
                 return torch.zeros(count, dtype=torch.int32, device=device)
             self._arena[device] = arena, first + count
             return arena[first : first + count]
-        have = self._counters.get((device, stream_of(device)))
+        have = self._counters.get((device, stream))
         if have is None or have.numel() < count:
             have = torch.zeros(max(count, self._LEAST), dtype=torch.int32, device=device)
-            self._counters[device, stream_of(device)] = have
+            self._counters[device, stream] = have
         return have
 
 
 WORKSPACES = Workspaces()
 
 
-def capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def stream_of(device: torch.device) -> int:
-    return int(driver.active.get_current_stream(device.index)) if device.type == "cuda" else 0
+    """The current stream, or CAPTURING while a graph is captured on it."""
+    if device.type != "cuda":
+        return 0
+    if torch.cuda.is_current_stream_capturing():
+        return CAPTURING
+    return int(driver.active.get_current_stream(device.index))
 
 
 class Live:
@@ -87,10 +89,10 @@ class Live:
         return r.outputs()
 
     def scratch(self, name: str, count: int, device: torch.device) -> Tensor:
-        return WORKSPACES.scratch(name, count, device)
+        return WORKSPACES.scratch(name, count, device, stream_of(device))
 
     def counters(self, count: int, device: torch.device) -> Tensor:
-        return WORKSPACES.counters(count, device)
+        return WORKSPACES.counters(count, device, stream_of(device))
 
     def launch(
         self,
@@ -193,6 +195,7 @@ class Replay:
     def __init__(self, recording: Recording) -> None:
         r = recording.request
         self.device = r.lead.device
+        self.on_gpu = self.device.type == "cuda"
         self.launches = recording.launches
         self.held = recording.tensors  # for those that the next call does not name
         self.names = [source for source in recording.sources if isinstance(source, str)]
@@ -226,6 +229,9 @@ class Replay:
         out, lse = given.get("out"), self.no_lse
         if out is not None and self._meets(addresses):
             return None
+        stream = driver.active.get_current_stream(device.index)
+        captured = self.on_gpu and torch.cuda.is_current_stream_capturing()
+        owner = CAPTURING if captured else stream
         held = []
         for kind in self.fresh:
             if kind == "out":
@@ -234,10 +240,9 @@ class Replay:
                 made = lse = self._new_lse()
             else:
                 make, size = kind
-                made = make(*size, device)
+                made = make(*size, device, owner)
             held.append(made)  # until the launches are in the stream's queue
             addresses.append(made.data_ptr())
-        stream = driver.active.get_current_stream(device.index)
         for launch in self.launches:
             args = launch.args.copy()
             for position, number in launch.holes:
