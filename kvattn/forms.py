@@ -135,12 +135,14 @@ def _key(given: dict[str, Any]) -> tuple[Any, ...] | None:
         if value is None or value is _USUAL.get(name, given):
             continue
         kind = type(value)
-        if kind in _PLAIN:
-            parts += (name, kind, value)  # True == 1, but only one of them is a flag
-        elif isinstance(value, Tensor):
-            parts += (name, value.shape, value.stride(), value.dtype, value.device)
+        if kind is Tensor or isinstance(value, Tensor):
+            # Strides follow from the shape of contiguous memory, but where there is one element.
+            layout = value.is_contiguous() or value.stride()
+            parts += (name, value.shape, layout, value.dtype, value.device)
             if grad:
                 parts.append(value.requires_grad)
+        elif kind in _PLAIN:
+            parts += (name, kind, value)  # True == 1, but only one of them is a flag
         elif kind is tuple and _MEMBERS.issuperset(map(type, value)):
             parts += (name, *map(type, value), value)
         else:

@@ -194,6 +194,13 @@ def native_fp8(device: torch.device) -> bool:
 
 
 @functools.cache
+def warpgroups(device: torch.device) -> bool:
+    """Whether matrix products are those of Hopper's warpgroups, whose tiles are large."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@functools.cache
 def shared_memory(device: torch.device) -> int:
     """Bytes that one program may use."""
     if device.type != "cuda":
@@ -205,13 +212,14 @@ def shared_memory(device: torch.device) -> int:
 def _tile(r: Request, rows: int, edited: bool) -> tuple[int, int, int, int]:
     """(BM, BN, warps, stages) for a tile of packed rows."""
     dim = max(r.lead.shape[-1], r.pool.shape[-1])
-    bm = min(64 if dim > 128 or edited else 128, pow2(rows))
+    large = warpgroups(r.lead.device)  # elsewhere sums of larger tiles overflow the registers
+    bm = min(64 if dim > 128 or edited or not large else 128, pow2(rows))
     if r.pool.shape[-1] <= 16:  # products 16 columns wide lose keys in 64-row tiles
         bm = 16
     if dim > 256:
         bm = min(bm, 16 if r.qv is not None else 32)
     wide = multiplied(r) == torch.float32
-    bn = 64 if dim <= 128 else 32
+    bn = 64 if dim <= 128 and (large or bm < 64) else 32
     if wide:
         bn, bm = 32, min(bm, 32)
     if dim > 256:

@@ -192,7 +192,7 @@ def _record(kind: Kind, page: Mapping[str, Any]) -> Record:
         title=page.get("title", kind.problem).strip(),
         message=message,
         meaning=page.get("meaning", kind.__doc__ or "").strip(),
-        sites=tuple(use.site for use in survey().uses[kind]),
+        sites=tuple(dict.fromkeys(use.site for use in survey().uses[kind])),
         solutions=tuple(page.get("solutions", ())),
         example=example,
         guard=page.get("guard", "").strip(),

@@ -301,8 +301,9 @@ def attention(
                 bias_at = bias_row[:, None] + r_at * bias_strides[3]
                 s += tl.load(REL_BIAS + bias_at, mask=known, other=0).to(tl.float32)
             if SCORE_MOD is not None:
-                s = SCORE_MOD(s, b.to(tl.int32), query_head[:, None].to(tl.int32), token[:, None],
-                              j[None, :], q_first, shift.to(tl.int32), q_len, keys, SCORE_AUX)  # fmt: skip
+                mod_head = query_head[:, None].to(tl.int32)
+                s = SCORE_MOD(s, b.to(tl.int32), mod_head, token[:, None], j[None, :],
+                              q_first, shift.to(tl.int32), q_len, keys, SCORE_AUX)  # fmt: skip
                 s = s.to(tl.float32)
             if CAPPED:
                 s = softcap * tile.tanh(s / softcap)
@@ -320,8 +321,9 @@ def attention(
                     mine = tile.floor_to(place, chunk)[:, None]
                     keep = keep & (mine == tile.floor_to(j, chunk)[None, :])
                 if MASK_MOD is not None:
-                    chosen = MASK_MOD(b.to(tl.int32), query_head[:, None].to(tl.int32),
-                                      token[:, None], j[None, :], q_first, shift.to(tl.int32), q_len, keys,
+                    mask_head = query_head[:, None].to(tl.int32)
+                    chosen = MASK_MOD(b.to(tl.int32), mask_head, token[:, None], j[None, :],
+                                      q_first, shift.to(tl.int32), q_len, keys,
                                       MASK_AUX)  # fmt: skip
                     if BLOCK_MAP is None:
                         keep = keep & chosen

@@ -1,0 +1,142 @@
+"""The Triton kernels as the planner chooses them, compiled for three architectures without one."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from cases import BF16, E4M3, F32
+
+from kvattn.request import Request
+from kvattn.testing import Case, make_inputs
+
+triton = pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from kvattn.backends import triton as backend  # noqa: E402
+from kvattn.backends import triton_launch, triton_replay  # noqa: E402
+
+
+class Target(NamedTuple):
+    capability: int
+    shared: int  # bytes that one program may use
+    processors: int
+    matrix: str  # its matrix instruction, in PTX
+
+
+TARGETS = {
+    "sm_80": Target(80, 166_912, 108, "mma.sync"),
+    "sm_90": Target(90, 232_448, 132, "wgmma.mma_async|mma.sync"),
+    "sm_120": Target(120, 101_376, 170, "mma.sync"),
+}
+
+STEP = Case(batch=8, lengths=40, capacity=4096, page_size=16, new=1, rotary=128, dim=128,
+            heads=32, kv_heads=8, causal=True, dtype=BF16)  # fmt: skip
+PREFILL = Case(batch=1, seqlen_q=600, lengths=600, capacity=608, page_size=16, dim=128,
+               heads=8, kv_heads=2, causal=True, dtype=BF16)  # fmt: skip
+MAIN = {
+    "decode": STEP,
+    "decode, pages of 64": replace(STEP, page_size=64),
+    "decode, D 64, window, sinks": replace(STEP, dim=64, rotary=64, window=(127, 0), sinks=BF16),
+    "prefill": PREFILL,
+    "prefill, D 64": replace(PREFILL, dim=64),
+}
+OTHERS = {
+    "decode, fp8": replace(STEP, cache_dtype=E4M3, descale="heads"),
+    "decode, D 256": replace(STEP, dim=256, rotary=64),
+    "latent": replace(STEP, heads=16, kv_heads=1, dim=64, dim_v=512, qv=True, rotary=0, new=None),
+    "prefill, D 256": replace(PREFILL, dim=256),
+    "prefill, softcap": replace(PREFILL, softcap=30.0),
+    "prefill, fp32": replace(PREFILL, dtype=F32, seqlen_q=64),
+}
+
+
+class Machine:
+    """What Triton asks of a GPU in order to compile for it."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # kernels are kept by device
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+class Compiling(triton_replay.Live):
+    """Compiles what a call would launch."""
+
+    def __init__(self) -> None:
+        self.compiled: list[Any] = []
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        args: Sequence[Any],
+        constants: dict[str, Any],
+        **options: Any,
+    ) -> None:
+        self.compiled.append(kernel.warmup(*args, grid=grid, **constants, **options))
+
+
+def compiled(case: Case, target: Target, patch: pytest.MonkeyPatch) -> list[Any]:
+    patch.setattr(triton.runtime.driver, "_active", Machine(target.capability))
+    patch.setattr(triton_launch, "shared_memory", lambda device: target.shared)
+    patch.setattr(triton_launch, "warpgroups", lambda device: target.capability == 90)
+    patch.setattr(triton_launch, "processors", lambda device: target.processors)
+    compiling = Compiling()
+    token = triton_replay._target.set(compiling)
+    try:
+        backend.run(Request.of(**make_inputs(case), return_lse=True))
+    finally:
+        triton_replay._target.reset(token)
+    assert compiling.compiled
+    return compiling.compiled
+
+
+def ptxas(kernel: Any, capability: int, folder: Path) -> str:
+    """What the assembler says of registers and spills."""
+    text = folder / "kernel.ptx"
+    text.write_text(kernel.asm["ptx"])
+    tool = "ptxas-blackwell" if capability >= 100 else "ptxas"
+    assembler = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
+    name = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
+    command = [assembler, "-v", f"--gpu-name={name}", text, "-o", folder / "kernel.cubin"]
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, check=True).stderr
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+@pytest.mark.parametrize("case", MAIN.values(), ids=MAIN)
+def test_main_variants_spill_nothing(
+    case: Case, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kernel in compiled(case, target, monkeypatch):
+        assert kernel.metadata.shared <= target.shared
+        spilled = re.findall(r"(\d+) bytes spill", ptxas(kernel, target.capability, tmp_path))
+        assert spilled and set(spilled) == {"0"}
+    assert re.search(target.matrix, kernel.asm["ptx"])
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+@pytest.mark.parametrize("case", OTHERS.values(), ids=OTHERS)
+def test_every_variant_fits_in_shared_memory(
+    case: Case, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kernel in compiled(case, target, monkeypatch):
+        assert kernel.metadata.shared <= target.shared
+    if case.dtype != F32:
+        assert re.search(target.matrix, kernel.asm["ptx"])
