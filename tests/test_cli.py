@@ -111,7 +111,7 @@ def test_one_answer_and_its_table(generate: Invoke) -> None:
     assert answer.startswith("w")
     assert names(table) == [
         *("tokens", "loading", "prefill", "decode"),
-        *("prompt", "new", "pages", "KV", "backend", "plan", "not"),
+        *("prompt", "new", "pages", "KV", "backend", "plan", "not", "not"),
     ]
     assert max(map(len, table.splitlines())) <= 80
     assert names(result.stderr) == ["0%", "95%", "100%"]

@@ -8,11 +8,11 @@ from typing import Any, cast
 from torch import Tensor
 
 from kvattn import plan as planning
-from kvattn.backends import cpu, reference, triton
+from kvattn.backends import cpu, hopper, reference, triton
 from kvattn.plan import Backend, Plan, Prepared
 from kvattn.request import Facts, Request
 
-BACKENDS = cast(tuple[Backend, ...], (triton, cpu, reference))
+BACKENDS = cast(tuple[Backend, ...], (hopper, triton, cpu, reference))
 _BY_NAME = {backend.name: backend for backend in BACKENDS}
 
 

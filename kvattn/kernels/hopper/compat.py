@@ -12,7 +12,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-load_box = tma.async_copy_global_to_shared
+_memory = gl.shared_memory_descriptor
+
+# Newer names first.
+load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 
 __all__ = [
     "TensorDescriptor",
@@ -22,6 +26,7 @@ __all__ = [
     "gluon",
     "load_box",
     "mbarrier",
+    "reinterpret",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]

@@ -1,6 +1,6 @@
 """Attention of many query rows: one warp copies, two or three warpgroups compute in turns."""
 
-from kvattn.kernels.hopper.compat import fence_async_shared, gl, gluon, mbarrier
+from kvattn.kernels.hopper.compat import fence_async_shared, gl, gluon, mbarrier, reinterpret
 from kvattn.kernels.hopper.copies import copy
 from kvattn.kernels.hopper.parts import FIELDS, PIECES, Ring, Rings, Scaling, Tensors
 from kvattn.kernels.hopper.rows import compute
@@ -24,7 +24,7 @@ def _tiles(boxes, DIM: gl.constexpr, form: gl.constexpr):
         return boxes
     else:
         LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-        return boxes._reinterpret(boxes.dtype, [form.STAGES, form.BN, DIM], LAYOUT)
+        return reinterpret(boxes, boxes.dtype, [form.STAGES, form.BN, DIM], LAYOUT)
 
 
 _NUMBERS = (
@@ -33,8 +33,13 @@ _NUMBERS = (
     *("alibi_b", "alibi_h"),
 )
 
+_TENSORS = (  # read number by number, so that their alignment makes no other variant
+    *("LSE", "SINKS", "ALIBI", "LENGTHS", "Q_EDGES", "K_EDGES", "NEW_EDGES", "USED", "LEFTPAD"),
+    *("ROWS", "PAGES", "COUNTER"),
+)
 
-@gluon.jit(do_not_specialize=_NUMBERS)
+
+@gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_TENSORS)
 def prefill(
     q, k, v, OUT, LSE, SINKS, ALIBI,
     LENGTHS, Q_EDGES, K_EDGES, NEW_EDGES, USED, LEFTPAD, ROWS, PAGES, COUNTER,

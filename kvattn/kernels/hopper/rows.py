@@ -10,6 +10,7 @@ from kvattn.kernels.hopper.compat import (
     gl,
     gluon,
     mbarrier,
+    reinterpret,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -85,7 +86,7 @@ def _clear(ring, count, low, high, GROUP: gl.constexpr, form: gl.constexpr):
     The warpgroups share the rows out and wait for each other.
     """
     ROWS: gl.constexpr = 32
-    LANES: gl.constexpr = form.DV // 8 if form.DV < 256 else 32
+    LANES: gl.constexpr = form.DV // 8
     SPREAD: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     slot, turn = slot_of(count, form.STAGES)
     mbarrier.wait(ring.full.index(slot), turn)
@@ -215,7 +216,7 @@ def _store(o, lse, w, row, stage, tensors, form: gl.constexpr):
         at = w.b.to(gl.int64) * strides[0] + head * strides[1] + token * strides[2]
         gl.store(tensors.LSE + at, lse, mask=rows < w.q_len * PACK)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    stage = stage._reinterpret(tensors.q.dtype, [64, form.DV], LAYOUT)
+    stage = reinterpret(stage, tensors.q.dtype, [64, form.DV], LAYOUT)
     stage.store(o)
     LANES: gl.constexpr = form.DV // 8
     SPREAD: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])

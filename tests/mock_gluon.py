@@ -1,0 +1,602 @@
+"""Runs the text of a Gluon kernel on the CPU, to test what it says without a GPU.
+
+Every partition is a thread. Copies land late and in any order, and a buffer holds NaN until they
+do; a wgmma is computed when it is waited for, and its operands must not have changed until then.
+Barriers count as the hardware's do; a wait that lasts too long is a deadlock. Loads and stores
+stay within the memory their pointer belongs to. Layouts and the lowering are not modelled.
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LINE = 64  # 16-bit elements of a swizzled line: wider tiles lie in memory column block by block
+DEADLOCK = 30.0  # seconds
+_lock = threading.RLock()
+_own = threading.local()  # of a partition: its wgmmas in flight
+
+
+class PartnerError(RuntimeError):
+    """Another partition of the program has failed."""
+
+
+class Value:
+    """A tensor or scalar of a kernel; integers divide as in C."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.data.shape)
+
+    @property
+    def type(self) -> SimpleNamespace:
+        return SimpleNamespace(layout=None)
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
+    def __index__(self) -> int:
+        return int(self.data)
+
+    def __getitem__(self, at: Any) -> Value:
+        return Value(self.data[at])
+
+    def reshape(self, shape: Sequence[int]) -> Value:
+        return Value(self.data.reshape(list(shape)))
+
+    def permute(self, order: Sequence[int]) -> Value:
+        return Value(self.data.permute(list(order)))
+
+    def split(self) -> tuple[Value, Value]:
+        assert self.shape[-1] == 2
+        return Value(self.data[..., 0]), Value(self.data[..., 1])
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Value:
+        if bitcast:
+            return Value(self.data.view(dtype))
+        if isinstance(self.data, Tensor):
+            return Value(self.data.to(dtype))
+        return Value(float(self.data) if dtype.is_floating_point else int(self.data))
+
+    def __neg__(self) -> Value:
+        return Value(-self.data)
+
+
+def _raw(x: Any) -> Any:
+    if isinstance(x, InFlight):
+        raise AssertionError("an accumulator is used before it was waited for")
+    return x.data if isinstance(x, Value) else x
+
+
+def _whole(*numbers: Any) -> bool:
+    return not any(
+        x.is_floating_point() if isinstance(x, Tensor) else isinstance(x, float) for x in numbers
+    )
+
+
+def _floordiv(a: Any, b: Any) -> Any:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return torch.div(torch.as_tensor(a), torch.as_tensor(b), rounding_mode="trunc")
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+
+def _mod(a: Any, b: Any) -> Any:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return torch.fmod(torch.as_tensor(a), torch.as_tensor(b))
+    return a - b * _floordiv(a, b)
+
+
+def _method(function: Callable[[Any, Any], Any], swapped: bool) -> Callable[[Value, Any], Value]:
+    def apply(self: Value, other: Any) -> Value:
+        a, b = (_raw(other), self.data) if swapped else (self.data, _raw(other))
+        return Value(function(a, b))
+
+    return apply
+
+
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+for _name in (*_COMPARISONS, "add", "sub", "mul", "truediv", "xor", "and", "or", "floordiv", "mod"):
+    _function = {"floordiv": _floordiv, "mod": _mod, "and": operator.and_, "or": operator.or_}.get(
+        _name
+    ) or getattr(operator, _name)
+    setattr(Value, f"__{_name}__", _method(_function, swapped=False))
+    if _name not in _COMPARISONS:
+        setattr(Value, f"__r{_name}__", _method(_function, swapped=True))
+
+
+class Pointer:
+    """A tensor's address and an offset in elements, within the tensor's memory."""
+
+    def __init__(self, tensor: Tensor, offset: Any = 0) -> None:
+        self.tensor, self.offset = tensor, offset
+
+    def __add__(self, more: Any) -> Pointer:
+        return Pointer(self.tensor, _raw(Value(self.offset) + more))
+
+    def memory(self) -> Tensor:
+        t = self.tensor
+        size = t.untyped_storage().nbytes() // t.itemsize - t.storage_offset()
+        return torch.as_strided(t, (size,), (1,))
+
+    def places(self, mask: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """(memory, offsets, which are accessed)."""
+        memory, at = self.memory(), torch.as_tensor(self.offset)
+        used = torch.as_tensor(True if mask is None else _raw(mask))
+        at, used = torch.broadcast_tensors(at, used)
+        inside = (at >= 0) & (at < memory.numel())
+        assert bool((inside | ~used).all()), "an access outside the tensor's memory"
+        return memory, at, used
+
+
+class Bar:
+    """An mbarrier: arrivals and bytes that are still missing from its phase."""
+
+    def __init__(self) -> None:
+        self.count = self.missing = self.bytes = self.phase = 0
+
+    def settle(self) -> None:
+        assert self.missing >= 0, "more arrivals than the barrier counts"
+        if self.missing == 0 and self.bytes == 0:
+            self.phase ^= 1
+            self.missing = self.count
+
+
+class Bars:
+    def __init__(self, count: int) -> None:
+        self.bars = [Bar() for _ in range(count)]
+
+    def index(self, i: Any) -> Bar:
+        return self.bars[_raw(i)]
+
+
+class Numbers:
+    """Shared memory of plain numbers."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+
+    def index(self, i: Any) -> Numbers:
+        return Numbers(self.data[_raw(i)])
+
+    def slice(self, start: int, length: int) -> Numbers:
+        return Numbers(self.data[start : start + length])
+
+    def load(self, layout: Any) -> Value:
+        return Value(self.data.clone())
+
+    def store(self, value: Value) -> None:
+        self.data.copy_(value.data)
+
+
+class Tile:
+    """Swizzled shared memory: [..., column blocks, rows, LINE]."""
+
+    def __init__(self, blocks: Tensor, turned: bool = False) -> None:
+        self.blocks, self.turned = blocks, turned
+        self.dtype = blocks.dtype
+        self.shape = [blocks.shape[0]]
+
+    @classmethod
+    def new(cls, dtype: torch.dtype, shape: Sequence[int]) -> Tile:
+        *lead, columns = shape
+        rows = 1
+        for n in lead[1:]:
+            rows *= n
+        blocks = torch.full((lead[0], columns // LINE, rows, LINE), float("nan"), dtype=dtype)
+        return cls(blocks)
+
+    def index(self, i: Any) -> Tile:
+        return Tile(self.blocks[_raw(i)])
+
+    def reshape(self, shape: Sequence[int]) -> Tile:
+        assert list(shape) == list(self.matrix().shape)
+        return self
+
+    def permute(self, order: Sequence[int]) -> Tile:
+        return Tile(self.blocks, not self.turned)
+
+    def slice(self, start: int, length: int, dim: int) -> Tile:
+        assert dim == 0
+        return Tile(self.blocks[:, start : start + length])
+
+    def reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Tile:
+        *lead, rows, columns = shape
+        flat = self.blocks.reshape(-1)
+        assert flat.data_ptr() == self.blocks.data_ptr(), "not one piece of memory"
+        size = rows * columns * (lead[0] if lead else 1)
+        return Tile(flat[:size].view(*lead, columns // LINE, rows, LINE))
+
+    def matrix(self) -> Tensor:
+        """A copy as [rows, columns]."""
+        whole = self.blocks.transpose(0, 1).flatten(1)
+        return whole.T if self.turned else whole
+
+    def load(self, layout: Any) -> Value:
+        return Value(self.matrix().clone())
+
+    def store(self, value: Value) -> None:
+        rows, columns = value.data.shape
+        self.blocks.copy_(value.data.view(rows, columns // LINE, LINE).transpose(0, 1))
+
+
+class Descriptor:
+    """What TMA knows of a tensor; outside of it there are zeros."""
+
+    def __init__(
+        self, base: Tensor, shape: list[int], strides: list[int], box: list[int], layout: Any
+    ) -> None:
+        assert base.data_ptr() % 16 == 0
+        assert all(n > 0 for n in shape)
+        assert all(s > 0 and s * base.itemsize % 16 == 0 for s in strides[:-1])
+        assert strides[-1] == 1
+        assert all(n <= 256 for n in box[:-1])
+        self.base, self.shape, self.strides = base, shape, strides
+        self.box, self.layout, self.dtype = box, layout, base.dtype
+        size = base.itemsize
+        for n in box:
+            size *= n
+        self.block_type = SimpleNamespace(nbytes=size, shape=list(box))
+
+    def read(self, corner: Sequence[int]) -> Tensor:
+        """The box at `corner` as [rows, columns]."""
+        filled = torch.zeros(self.box, dtype=self.dtype)
+        view = torch.as_strided(self.base, self.shape, self.strides)
+        source, target = [], []
+        for at, n, size in zip(corner, self.box, self.shape, strict=True):
+            low, high = max(at, 0), max(min(at + n, size), max(at, 0))
+            source.append(slice(low, high))
+            target.append(slice(low - at, high - at))
+        if all(s.stop > s.start for s in source):
+            filled[tuple(target)] = view[tuple(source)]
+        return filled.flatten(0, -2)
+
+
+class InFlight:
+    """A wgmma that has been issued."""
+
+    def __init__(self, a: Any, b: Tile, acc: Any, use_acc: bool) -> None:
+        self.a, self.b, self.acc, self.use_acc = a, b, acc, use_acc
+        self.before = (self._left().clone(), b.matrix().clone())
+        self.result: Any = None
+
+    def _left(self) -> Tensor:
+        return self.a.matrix() if isinstance(self.a, Tile) else _raw(self.a)
+
+    def finish(self) -> None:
+        for then, now in zip(self.before, (self._left(), self.b.matrix()), strict=True):
+            same = torch.equal(then.view(torch.int16), now.contiguous().view(torch.int16))
+            assert same, "an operand changed while a wgmma read it"
+        product = self.before[0].float() @ self.before[1].float()
+        if self.use_acc:
+            product = product + (
+                self.acc.result if isinstance(self.acc, InFlight) else self.acc.data
+            )
+        self.result = product
+
+
+class Program:
+    """One program while it runs: copies under way, named barriers, the first error."""
+
+    def __init__(self, number: int, count: int) -> None:
+        self.number, self.count = number, count
+        self.copies: list[Callable[[], None]] = []
+        self.named: dict[int, list[int]] = {}
+        self.error: BaseException | None = None
+
+    def wait(self, done: Callable[[], bool], what: str) -> None:
+        start = time.monotonic()
+        while True:
+            with _lock:
+                if self.error is not None:
+                    raise PartnerError
+                if self.copies and random.random() < 0.5:
+                    self.copies.pop(random.randrange(len(self.copies)))()
+                if done():
+                    return
+            time.sleep(0)
+            assert time.monotonic() - start < DEADLOCK, f"deadlock: {what}"
+
+
+_program = Program(0, 1)
+
+
+def _number(x: Any) -> int:
+    return int(_raw(x))
+
+
+class mbarrier:
+    @staticmethod
+    def MBarrierLayout() -> None:
+        return None
+
+    @staticmethod
+    def init(bar: Bar, count: int) -> None:
+        bar.count = bar.missing = count
+
+    @staticmethod
+    def expect(bar: Bar, size: int) -> None:
+        with _lock:
+            bar.bytes += size
+            bar.missing -= 1
+            bar.settle()
+
+    @staticmethod
+    def arrive(bar: Bar, count: int = 1) -> None:
+        with _lock:
+            bar.missing -= count
+            bar.settle()
+
+    @staticmethod
+    def wait(bar: Bar, phase: Any, pred: Any = True) -> None:
+        if bool(_raw(pred)):
+            _program.wait(lambda: bar.phase ^ 1 == _number(phase), "mbarrier")
+
+
+class async_copy:
+    @staticmethod
+    def mbarrier_arrive(bar: Bar, increment_count: bool) -> None:
+        assert not increment_count
+        mbarrier.arrive(bar, 128)
+
+
+def load_box(descriptor: Descriptor, corner: Sequence[Any], bar: Bar, tile: Tile) -> None:
+    at = [_number(x) for x in corner]
+
+    def land() -> None:
+        tile.store(Value(descriptor.read(at)))
+        bar.bytes -= descriptor.block_type.nbytes
+        bar.settle()
+
+    with _lock:
+        tile.blocks.fill_(float("nan"))
+        _program.copies.append(land)
+
+
+def warpgroup_mma(
+    a: Any, b: Tile, acc: Any, use_acc: bool = True, is_async: bool = False
+) -> InFlight:
+    assert is_async
+    if not b.turned:
+        assert not b.matrix().isnan().any(), "dead rows of V reach a product"
+    issued = InFlight(a, b, acc, use_acc)
+    _own.issued.append(issued)
+    return issued
+
+
+def warpgroup_mma_wait(pending: int, deps: Sequence[Any]) -> Any:
+    with _lock:
+        while len(_own.issued) > pending:
+            _own.issued.pop(0).finish()
+    results = []
+    for x in deps:
+        if isinstance(x, InFlight):
+            assert x.result is not None, "the wait leaves this wgmma in flight"
+            x = Value(x.result)
+        results.append(x)
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _either(tensors: Callable[..., Tensor], numbers: Callable[..., Any]) -> Callable[..., Value]:
+    def apply(a: Any, b: Any) -> Value:
+        a, b = _raw(a), _raw(b)
+        if isinstance(a, Tensor) or isinstance(b, Tensor):
+            return Value(tensors(torch.as_tensor(a), torch.as_tensor(b)))
+        return Value(numbers(a, b))
+
+    return apply
+
+
+def _where(condition: Any, a: Any, b: Any) -> Value:
+    condition, a, b = _raw(condition), _raw(a), _raw(b)
+    if not isinstance(condition, Tensor):
+        return Value(a if condition else b)
+    like = next((x for x in (a, b) if isinstance(x, Tensor)), None)
+    dtype = None if like is None else like.dtype
+    return Value(
+        torch.where(condition, torch.as_tensor(a, dtype=dtype), torch.as_tensor(b, dtype=dtype))
+    )
+
+
+def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Value:
+    memory, at, used = pointer.places(mask)
+    got = memory[torch.where(used, at, 0)] if memory.numel() else torch.full(at.shape, 0)
+    got = torch.where(used, got, torch.as_tensor(_raw(other), dtype=got.dtype))
+    return Value(got if got.dim() else got.item())
+
+
+def _store(pointer: Pointer, value: Value, mask: Any = None) -> None:
+    memory, at, used = pointer.places(mask)
+    values = torch.as_tensor(_raw(value), dtype=memory.dtype).broadcast_to(at.shape)
+    memory[at[used]] = values[used]
+
+
+def _atomic_add(pointer: Pointer, more: int) -> Value:
+    with _lock:
+        memory = pointer.memory()
+        old = int(memory[_number(pointer.offset)])
+        memory[_number(pointer.offset)] += more
+        return Value(old)
+
+
+def _exchange(pointer: Pointer, value: int) -> None:
+    with _lock:
+        pointer.memory()[_number(pointer.offset)] = value
+
+
+def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Bars | Numbers | Tile:
+    if dtype == torch.int64:
+        return Bars(shape[0])
+    if dtype == torch.int32:
+        return Numbers(torch.full(shape, 0x7F7F7F7F, dtype=dtype))
+    return Tile.new(dtype, shape)
+
+
+def _assembly(text: str, constraints: str, values: list[Value], **_: Any) -> Any:
+    """What kernels write in assembly: named barriers, two 16-bit numbers in a register."""
+    kind, rest = text.split(";")[0].split(" ", 1)
+    if kind.startswith("cvt.rn"):
+        dtype = torch.bfloat16 if "bf16x2" in kind else torch.float16
+        low, high = (x.data.to(dtype) for x in values)
+        return Value(torch.stack((low, high), -1).view(torch.int32).squeeze(-1))
+    if kind == "mov.b32":
+        halves = values[0].data.contiguous().unsqueeze(-1).view(torch.int16)
+        return Value(halves[..., 0]), Value(halves[..., 1])
+    number, threads = (int(x) for x in rest.split(","))
+    with _lock:
+        state = _program.named.setdefault(number, [0, 0])
+        generation = state[1]
+        state[0] += 128
+        assert state[0] <= threads, "more arrivals than the named barrier counts"
+        if state[0] == threads:
+            state[:] = [0, generation + 1]
+    if kind == "bar.sync":
+        _program.wait(lambda: state[1] != generation, f"named barrier {number}")
+
+
+def _warp_specialize(partitions: Any, warps: list[int], registers: list[int]) -> None:
+    program = _program
+
+    def run(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        _own.issued = []
+        try:
+            function(*arguments)
+            assert not _own.issued, "a wgmma is never waited for"
+        except BaseException as error:
+            if program.error is None:
+                program.error = error
+
+    threads = [threading.Thread(target=run, args=part) for part in partitions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if program.error is not None:
+        raise program.error
+
+
+def _reduce(x: Value, axis: int, how: str) -> Value:
+    data = getattr(x.data, how)(axis)
+    return Value(data if data.dim() else data.item())
+
+
+class Kernel:
+    """A jitted function: called as it is, or launched over a grid, one program after the other."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def warmup(self, *args: Any, grid: tuple[int, ...], num_warps: int) -> Kernel:
+        return self
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any) -> None:
+            global _program
+            for number in range(grid[0]):
+                _program = Program(number, grid[0])
+                self.function(*map(_argument, args))
+                assert not _program.copies, "a copy nobody waits for"
+
+        return launch
+
+
+def _argument(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return Pointer(x)
+    return Value(x) if type(x) in (int, float) else x
+
+
+def _jit(function: Any = None, **_: Any) -> Any:
+    return Kernel if function is None else Kernel(function)
+
+
+def _layout(*_: Any, **__: Any) -> None:
+    return None
+
+
+def language() -> ModuleType:
+    """What kernels call `gl`."""
+    gl: Any = ModuleType("gl")
+    gl.constexpr = lambda value: value
+    gl.float32, gl.bfloat16, gl.float16 = torch.float32, torch.bfloat16, torch.float16
+    gl.int16, gl.int32, gl.int64 = torch.int16, torch.int32, torch.int64
+    for name in ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout"):
+        setattr(gl, name, _layout)
+    gl.NVMMASharedLayout = gl.SwizzledSharedLayout = _layout
+    gl.static_range = range
+    gl.to_tensor = Value
+    gl.program_id = lambda axis: Value(_program.number)
+    gl.num_programs = lambda axis: Value(_program.count)
+    gl.cdiv = lambda a, b: (Value(_raw(a)) + b - 1) // b
+    gl.maximum, gl.minimum = _either(torch.maximum, max), _either(torch.minimum, min)
+    gl.where, gl.load, gl.store = _where, _load, _store
+    gl.atomic_add, gl.atomic_xchg = _atomic_add, _exchange
+    gl.arange = lambda start, stop, layout: Value(torch.arange(start, stop))
+    gl.full = lambda shape, value, dtype, layout: Value(torch.full(shape, value, dtype=dtype))
+    gl.zeros = lambda shape, dtype, layout: Value(torch.zeros(shape, dtype=dtype))
+    gl.zeros_like = lambda x: Value(torch.zeros_like(x.data))
+    gl.exp2 = lambda x: Value(torch.exp2(x.data))
+    gl.log2 = lambda x: Value(torch.log2(x.data))
+    gl.max = lambda x, axis: _reduce(x, axis, "amax")
+    gl.sum = lambda x, axis: _reduce(x, axis, "sum")
+    gl.join = lambda a, b: Value(torch.stack((a.data, b.data), -1))
+    gl.expand_dims = lambda x, axis: Value(x.data.unsqueeze(axis))
+    gl.convert_layout = lambda x, layout, assert_trivial: x
+    gl.allocate_shared_memory = _allocate
+    gl.inline_asm_elementwise = _assembly
+    gl.warp_specialize = _warp_specialize
+    return gl
+
+
+def compat() -> ModuleType:
+    """In the place of `kvattn.kernels.hopper.compat`."""
+    module: Any = ModuleType("kvattn.kernels.hopper.compat")
+    module.gl = language()
+    module.gluon = SimpleNamespace(jit=_jit)
+    module.mbarrier, module.async_copy, module.load_box = mbarrier, async_copy, load_box
+    module.warpgroup_mma, module.warpgroup_mma_wait = warpgroup_mma, warpgroup_mma_wait
+    module.fence_async_shared = lambda: None
+    module.reinterpret = Tile.reinterpret
+    module.TensorDescriptor = Descriptor
+    return module
+
+
+@contextmanager
+def mocked(prefixes: Sequence[str]) -> Iterator[None]:
+    """Modules that start with one of `prefixes` are imported afresh, over the mock of Gluon."""
+    kept = _forget(prefixes)
+    sys.modules["kvattn.kernels.hopper.compat"] = compat()
+    try:
+        yield
+    finally:
+        _forget(prefixes)
+        for name, module in kept.items():
+            sys.modules[name] = module
+            parent, _, child = name.rpartition(".")
+            setattr(sys.modules[parent], child, module)
+
+
+def _forget(prefixes: Sequence[str]) -> dict[str, ModuleType]:
+    """Takes the modules out, and their names out of the packages that they are in."""
+    found = {n: m for n, m in sys.modules.items() if n.startswith(tuple(prefixes))}
+    for name in found:
+        del sys.modules[name]
+        parent, _, child = name.rpartition(".")
+        if hasattr(sys.modules.get(parent), child):
+            delattr(sys.modules[parent], child)
+    return found

@@ -1,0 +1,212 @@
+"""The Hopper backend, without a GPU too: its kernels' text runs on a mock of Gluon there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from cases import BF16, CASES, E4M3, F16, F32, identity
+from conftest import DEVICE
+from mock_gluon import mocked
+from torch import Tensor
+
+from kvattn.backends import hopper, reference
+from kvattn.plan import Plan
+from kvattn.request import Facts, Request
+from kvattn.rotary import rotate
+from kvattn.testing import Case, expect, make_inputs
+
+FRESH = ("kvattn.kernels.hopper", "kvattn.backends.hopper_launch")
+
+
+def request(inputs: dict[str, Any]) -> Request:
+    """As the public functions make it of a case's inputs."""
+    names = {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens"}
+    if "v_cache" not in inputs:
+        inputs = {names.get(name, name): value for name, value in inputs.items()}
+    return Request.of(**inputs, return_lse=True, backend="hopper")
+
+
+def rotated(r: Request, q: Tensor) -> Tensor:
+    """The launch that rotates queries, which is plain Triton, in plain torch."""
+    out = torch.zeros(q.shape, dtype=q.dtype)
+    flat, turned = q.reshape(-1, *q.shape[-2:]), out.view(-1, *q.shape[-2:])
+    assert r.rotary_cos is not None and r.rotary_sin is not None
+    for b, span in enumerate(r.spans):
+        base = span.old if r.rotary_seqlens is None else int(r.rotary_seqlens[b])
+        rows = slice(span.q_start, span.q_start + span.q_len)
+        at = torch.full((span.q_len,), base) + torch.arange(span.q_len) * int(r.local)
+        at = at.clamp(0, r.rotary_cos.shape[0] - 1)
+        turned[rows] = rotate(flat[rows], r.rotary_cos, r.rotary_sin, at, r.rotary_interleaved)
+    return out
+
+
+@pytest.fixture(scope="module")
+def launch() -> Iterator[ModuleType | None]:
+    """`hopper_launch` over the mock; None on a GPU."""
+    if DEVICE != "cpu":
+        yield None
+        return
+    with mocked(FRESH):
+        from kvattn.backends import hopper_launch
+
+        hopper_launch.rotated = rotated
+        yield hopper_launch
+
+
+def run(launch: ModuleType | None, inputs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """(out, lse), or None where the backend refuses in a sentence."""
+    random.seed(0)
+    r = request(inputs)
+    reason = hopper.call_refuses(r.facts) if launch else hopper.refuses(r.facts)
+    if reason is not None:
+        assert len(reason.split()) > 3
+        return None
+    if launch is None:
+        return hopper.run(r, Plan("hopper", ""))
+    if r.k is not None:
+        reference.append(r)
+    out, lse = r.outputs()
+    launch.attend(r, out, lse)
+    return out, lse
+
+
+def halved(case: Case) -> Case:
+    """The same case in 16 bits, and with the head dims of a kernel."""
+    narrow = case.dtype not in (F16, BF16)
+    return replace(case, dtype=BF16) if narrow and case.dtype == F32 else case
+
+
+# In 16 bits the suite's cases and these: more than one row tile, tiles of keys, sequence.
+MORE = [
+    Case("causal", seqlen_q=300, lengths=300, dim=64, causal=True),
+    Case("full-ragged-tail", seqlen_q=130, lengths=(257, 5), dim=64),
+    Case("d128", batch=1, seqlen_q=140, lengths=400, dim=128, causal=True, heads=2, kv_heads=1),
+    Case("packed-group", batch=1, seqlen_q=40, lengths=300, heads=8, kv_heads=1, dim=64,
+         causal=True),
+    Case("group-of-3", batch=1, seqlen_q=140, lengths=150, heads=3, kv_heads=1, causal=True),
+    Case("window", batch=1, seqlen_q=400, lengths=400, window=(70, 0), causal=True, heads=1,
+         kv_heads=1, dim=64),
+    Case("two-sided", batch=1, seqlen_q=300, lengths=500, window=(140, 60), heads=1, kv_heads=1),
+    Case("chunk", batch=1, seqlen_q=300, lengths=420, chunk=100, causal=True, heads=1, kv_heads=1),
+    Case("leftpad", seqlen_q=130, lengths=(300, 200), leftpad=(150, 7), causal=True),
+    Case("ragged-both", varlen=True, batch=3, seqlen_q=(140, 0, 200), lengths=(140, 0, 260),
+         packed=(140, 0, 260), causal=True, pass_lengths="none", spare_q=3),
+    Case("page16", seqlen_q=140, lengths=(270, 33), page_size=16, causal=True, dim=64),
+    Case("page128", seqlen_q=140, lengths=(270, 33), page_size=128, causal=True),
+    Case("page256-leftpad", seqlen_q=140, lengths=(400, 33), page_size=256, causal=True,
+         leftpad=(130, 0)),
+    Case("d256", batch=1, seqlen_q=80, lengths=150, dim=256, causal=True, heads=1, kv_heads=1),
+    Case("d192-dv128", batch=1, seqlen_q=80, lengths=150, dim=192, dim_v=128, causal=True, heads=1,
+         kv_heads=1),
+    Case("sinks", seqlen_q=130, lengths=(200, 0), sinks=F32, causal=True),
+    Case("slopes-softcap", seqlen_q=70, lengths=150, alibi="batch", softcap=3.0, causal=True),
+    Case("negative-scale", seqlen_q=70, lengths=150, scale=-0.2, causal=True),
+    Case("more-queries-than-keys", seqlen_q=300, lengths=(140, 0), causal=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MORE, ids=str)
+def test_more_cases(case: Case, launch: ModuleType | None) -> None:
+    inputs = make_inputs(halved(case), device=DEVICE)
+    wanted = expect(inputs)
+    found = run(launch, inputs)
+    assert found is not None
+    wanted.check(*found, inputs)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "T74" not in case.name], ids=str)
+def test_case(case: Case, launch: ModuleType | None) -> None:
+    inputs = make_inputs(halved(case), device=DEVICE)
+    wanted = expect(inputs)
+    found = run(launch, inputs)
+    if found is not None:
+        wanted.check(*found, inputs)
+
+
+def facts(**changes: Any) -> Facts:
+    """Of a prefill call on a GPU that the backend takes, changed."""
+    case = Case(seqlen_q=256, lengths=256, dim=64, dtype=BF16, causal=True)
+    return replace(request(make_inputs(replace(case, **changes))).facts, device="cuda")
+
+
+def test_takes_prefill() -> None:
+    assert hopper.call_refuses(facts()) is None
+    assert "prefill" in hopper.kernel(facts())
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"dtype": F32}, "float32"),
+    ({"cache_dtype": E4M3}, "float8"),
+    ({"descale": "heads"}, "descales"),
+    ({"qv": True}, "qv"),
+    ({"rel_bias": 8}, "relative bias"),
+    ({"score_mod": identity}, "mods"),
+    ({"dim": 320}, "320"),
+    ({"dim_v": 128}, "wider"),
+    ({"dim": 59}, "multiples of 8"),
+    ({"page_size": 48}, "48"),
+    ({"page_size": 8}, "8"),
+    ({"options": {"batch_invariant": True}}, "batch_invariant"),
+]
+
+
+@pytest.mark.parametrize(("changes", "word"), REFUSED, ids=[w for _, w in REFUSED])
+def test_refusals_say_why(changes: dict[str, Any], word: str) -> None:
+    reason = hopper.call_refuses(facts(**changes))
+    assert reason is not None
+    assert word in reason
+    assert len(reason.split()) > 3
+
+
+def test_decode_is_left_to_triton_unless_asked_for() -> None:
+    asked = facts(seqlen_q=1)
+    free = replace(asked, options=tuple((k, v) for k, v in asked.options if k != "backend"))
+    free = replace(free, options=(*free.options, ("backend", None)))
+    assert hopper.call_refuses(asked) is None
+    assert "decode" in str(hopper.call_refuses(free))
+
+
+def test_other_machines_are_refused() -> None:
+    on_cpu = replace(facts(), device="cpu")
+    assert "on cpu" in str(hopper.refuses(on_cpu))
+    if DEVICE == "cpu" and not torch.cuda.is_available():
+        assert hopper.refuses(facts()) == "no CUDA device is there"
+
+
+def test_memory_off_the_16_byte_grid(launch: ModuleType | None) -> None:
+    """Of q: copied. Of a cache: left to the general kernel, which facts cannot foresee."""
+    case = Case(seqlen_q=70, lengths=80, dim=64, dtype=BF16, causal=True)
+    inputs = make_inputs(case, device=DEVICE)
+    q = torch.empty(inputs["q"].numel() + 1, dtype=BF16, device=DEVICE)[1:]
+    inputs["q"] = q.view(inputs["q"].shape).copy_(inputs["q"])
+    assert inputs["q"].data_ptr() % 16 == 2
+    wanted = expect(inputs)
+    found = run(launch, inputs)
+    assert found is not None
+    wanted.check(*found, inputs)
+
+
+def test_launches_are_prepared_once(launch: ModuleType | None) -> None:
+    if launch is None:
+        pytest.skip("counts launches of the mock")
+    r = request(make_inputs(Case(seqlen_q=70, lengths=80, dim=64, dtype=BF16)))
+    other = replace(r, q=r.q.clone() if r.q is not None else None, softmax_scale=0.3)
+    other.__dict__["facts"] = r.facts
+    results = []
+    for each in (r, other):
+        out, lse = each.outputs()
+        launch.attend(each, out, lse)
+        plain = reference.run(each)
+        assert plain is not None
+        wanted, _ = plain
+        assert torch.allclose(out.float(), wanted.float(), atol=2e-2)
+        results.append(out)
+    (kept,) = r.facts.__dict__["hopper launches"].values()
+    assert all(box.base is None for box in kept.boxes)  # no tensor is kept alive
+    assert not torch.equal(*results)

@@ -1,0 +1,162 @@
+"""The Hopper kernel compiled for sm_90a without a GPU: registers, shared memory, what overlaps."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from cases import BF16, F16, F32
+
+from kvattn.request import Request
+from kvattn.testing import Case, make_inputs
+
+triton = pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+SHARED = 227 << 10  # bytes that a program may use
+SPILLS = 256  # bytes: what lives through the loop over keys, stored once, read once a row tile
+
+
+LOCAL_OF_THREE = 8  # accesses in a loop: three warpgroups have 160 registers a thread
+
+
+class Machine:
+    """What Triton asks of a GPU in order to compile for it."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.runtime.driver, "_active", Machine())
+
+
+class Compiled(NamedTuple):
+    shared: int
+    log: str  # of ptxas
+    code: list[str]  # instructions and labels
+
+
+class Compiler:
+    """In the place of a kernel: compiles it instead of launching it."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.compiled = kernel, None
+
+    def warmup(self, *args: Any, **constants: Any) -> Compiler:
+        self.compiled = self.kernel.warmup(*args, **constants)
+        return self
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        """A launch by Triton, which compiles, or of what is compiled."""
+        return lambda *args, **constants: constants and self.warmup(*args, grid=grid, **constants)
+
+
+def compiled(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Compiled:
+    from kvattn.backends import hopper_launch
+    from kvattn.kernels.hopper import prefill
+
+    compiler = Compiler(prefill.prefill)
+    monkeypatch.setattr(prefill, "prefill", compiler)
+    names = {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens"}
+    inputs = make_inputs(case)
+    if "v_cache" not in inputs:
+        inputs = {names.get(name, name): value for name, value in inputs.items()}
+    r = Request.of(**inputs, return_lse=True)
+    hopper_launch.attend(r, *r.outputs())
+    kernel: Any = compiler.compiled
+    tools = str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin")
+    (folder / "kernel.ptx").write_text(kernel.asm["ptx"])
+    (folder / "kernel.cubin").write_bytes(kernel.asm["cubin"])
+    assemble = [f"{tools}/ptxas", "-v", "--gpu-name=sm_90a", "kernel.ptx", "-o", "again.cubin"]
+    log = subprocess.run(assemble, cwd=folder, capture_output=True, text=True, check=True)
+    disassemble = [f"{tools}/nvdisasm", "-c", "kernel.cubin"]
+    code = subprocess.run(disassemble, cwd=folder, capture_output=True, text=True, check=True)
+    return Compiled(kernel.metadata.shared, log.stderr + log.stdout, code.stdout.splitlines())
+
+
+def loops(code: list[str]) -> list[list[str]]:
+    """The loops over keys: two products are issued and two waits follow, in one round."""
+    labels, found = {}, []
+    for at, line in enumerate(code):
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = at
+        if (jump := re.search(r"BRA `\((\.L_x_\d+)\)", line)) and labels.get(jump[1], at) < at:
+            found.append(code[labels[jump[1]] : at + 1])
+    return [loop for loop in found if len(waits(loop)) == 2 and waits(loop)[0] > 20]
+
+
+def waits(loop: list[str]) -> list[int]:
+    return [at for at, line in enumerate(loop) if "WARPGROUP.DEPBAR" in line]
+
+
+# One of each way through the kernel.
+CASES = [
+    Case("causal-d128", seqlen_q=256, lengths=256, dim=128, causal=True, dtype=BF16),
+    Case("full-d128-ragged-fp16", varlen=True, seqlen_q=(100, 156), lengths=(100, 156),
+         packed=(100, 156), pass_lengths="none", dim=128, dtype=F16),
+    Case("window-sinks-d64-page16", seqlen_q=256, lengths=256, dim=64, causal=True, dtype=BF16,
+         window=(127, 0), sinks=F32, page_size=16),
+    Case("causal-d64-long", batch=1, seqlen_q=4096, lengths=4096, dim=64, causal=True, dtype=BF16,
+         heads=1, kv_heads=1),
+    Case("causal-d256-page64", seqlen_q=128, lengths=256, dim=256, causal=True, dtype=BF16,
+         page_size=64),
+    Case("softcap-slopes-d128", seqlen_q=128, lengths=256, dim=128, causal=True, dtype=BF16,
+         softcap=5.0, alibi="heads"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_compiles_to_what_is_meant(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = compiled(case, tmp_path, monkeypatch)
+    assert kernel.shared <= SHARED
+    assert "C75" not in kernel.log  # products that wait for each other, registers not given back
+    spills = re.search(r"(\d+) bytes spill stores", kernel.log)
+    assert spills is not None
+    assert int(spills[1]) <= SPILLS
+    assert any("USETMAXREG" in line for line in kernel.code)
+    assert any("UTMALDG" in line for line in kernel.code)
+    found = loops(kernel.code)
+    three = case.dim == 64 and case.seqlen_q == 4096
+    assert len(found) >= 2 * 2  # of two warpgroups, with a mask and without
+    for loop in found:
+        local = sum("STL" in line or "LDL" in line for line in loop)
+        assert local <= (LOCAL_OF_THREE if three else 0)
+        assert exponentials_between_waits(loop) >= 32
+
+
+def exponentials_between_waits(loop: list[str]) -> int:
+    """Exponentials after S is there and before O is waited for: what overlaps with P V."""
+    first, second = waits(loop)
+    return sum("MUFU.EX2" in line for line in loop[first:second])
+
+
+def test_rotation_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch before the prefill kernel, where queries are rotated."""
+    from kvattn.backends import hopper_launch
+    from kvattn.kernels.hopper import rotate
+
+    case = Case(seqlen_q=128, lengths=128, new=128, dim=128, rotary=64, dtype=BF16, causal=True)
+    r = Request.of(**make_inputs(case))
+    compiler = Compiler(rotate.rotate)
+    monkeypatch.setattr(rotate, "rotate", compiler)
+    assert r.q is not None
+    assert hopper_launch.rotated(r, r.q).shape == r.q.shape
+    kernel: Any = compiler.compiled
+    assert "st.global" in kernel.asm["ptx"]
