@@ -524,3 +524,10 @@ def test_a_revision_is_measured_with_the_present_benchmark(
     assert len(comparing.compare(before, after).changes) == 1
     with pytest.raises(RevisionError, match="no-such"):
         comparing.revisions("no-such", arguments, lambda step, done: None)
+
+
+def test_a_gpu_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert run.options(device="cuda").device == torch.device("cuda", 3)
+    assert run.options(device="cuda:1").device == torch.device("cuda", 1)
+    assert run.options(device="cpu").device == torch.device("cpu")

@@ -49,9 +49,9 @@ def attention(*args: Any, **kwargs: Any) -> Any:
     return kvattn.flash_attn_with_kvcache(*args, **kwargs)
 
 
-def refused(case: Case, backend: str) -> bool:
+def refused(case: Case, backend: str, **more: Any) -> bool:
     try:
-        attend(case, make_inputs(case, device=CUDA), backend)
+        attend(case, make_inputs(case, device=CUDA) | more, backend)
     except E.BackendRefusesError as error:
         assert_refusal(error)
         return True
@@ -77,7 +77,7 @@ def test_a_graph_is_captured_once_for_all_lengths(
     case: Case, invariant: bool, kernels: str
 ) -> None:
     """Lengths, pages and data change in place between replays."""
-    if refused(case, kernels):
+    if refused(case, kernels, batch_invariant=invariant):
         return
     assert case.capacity is not None and isinstance(case.new, int)
     full = replace(case, lengths=case.capacity - case.new)

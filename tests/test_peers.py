@@ -102,7 +102,9 @@ CERTAIN: list[tuple[dict[str, Any], set[tuple[str, str]]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("given", "expected"), CERTAIN, ids=lambda x: "+".join(map(str, x)))
+@pytest.mark.parametrize(
+    ("given", "expected"), CERTAIN, ids=["+".join(given) or "plain" for given, _ in CERTAIN]
+)
 def test_what_is_certain(given: dict[str, Any], expected: set[tuple[str, str]]) -> None:
     assert found(given) == expected
 
