@@ -49,7 +49,7 @@ gpu-test: ## the contract suite on this machine's GPU, from the source tree, wit
 	KVATTN_TEST_DEVICE=cuda KVATTN_TEST_BACKENDS=$(BACKENDS) PYTHONPATH=. \
 		$(SYSTEM_PYTHON) -m pytest -p no:cacheprovider -n $(GPU_WORKERS) \
 		$(CONTRACT) tests/test_mods.py tests/test_batch_invariant.py tests/test_decode_shares.py \
-		tests/test_gpu.py $(ARGS)
+		tests/test_gpu.py tests/test_hopper.py $(ARGS)
 
 gpu-sanitize: ## reads and writes outside tensors, and races, on this machine's GPU; some minutes
 	for tool in memcheck racecheck; do \

@@ -164,12 +164,26 @@ def test_refusals_say_why(changes: dict[str, Any], word: str) -> None:
     assert len(reason.split()) > 3
 
 
+def unnamed(asked: Facts) -> Facts:
+    """The same call without a word on the backend."""
+    options = tuple((k, None if k == "backend" else v) for k, v in asked.options)
+    return replace(asked, options=options)
+
+
 def test_decode_is_left_to_triton_unless_asked_for() -> None:
     asked = facts(seqlen_q=1)
-    free = replace(asked, options=tuple((k, v) for k, v in asked.options if k != "backend"))
-    free = replace(free, options=(*free.options, ("backend", None)))
     assert hopper.call_refuses(asked) is None
-    assert "decode" in str(hopper.call_refuses(free))
+    assert "decode" in str(hopper.call_refuses(unnamed(asked)))
+
+
+@pytest.mark.parametrize("page", [None, 64])
+def test_few_rows_over_a_long_cache_are_left_to_triton(page: int | None) -> None:
+    """One launch has a program for each row tile, and does not split the keys."""
+    long = {"capacity": 8192, "page_size": page}
+    assert "splits the keys" in str(hopper.call_refuses(unnamed(facts(**long))))
+    assert hopper.call_refuses(unnamed(facts())) is None
+    wide = facts(**long, heads=64, kv_heads=64, seqlen_q=100)
+    assert hopper.call_refuses(unnamed(wide)) is None
 
 
 def test_other_machines_are_refused() -> None:

@@ -15,6 +15,8 @@ name = "hopper"
 lasting = True
 
 _ROWS = 64  # packed query rows of a kv head, on average, from which this backend is the faster
+_PROGRAMS = 64  # row tiles that keep half of the processors busy
+_LONG = 4096  # keys from which splitting them among the idle ones pays
 _BATCH = 4096  # sequences: finding a row tile's sequence reads all their borders
 _ELSEWHERE = (
     *(("qv", "a second query qv"), ("rel_bias", "a relative bias"), ("sfq", "MXFP8 scales")),
@@ -113,7 +115,16 @@ def _rows_refuse(facts: Facts) -> str | None:
     rows = tokens * q[-2] // _slots(facts)[2]
     if rows < _ROWS:
         return f"{rows} query rows for each kv head are decode, which the triton backend does"
+    programs = -(-rows // 128) * _slots(facts)[2] * facts.batch
+    if programs < _PROGRAMS and _capacity(facts) > _LONG:
+        return f"{programs} row tiles leave processors idle; the triton backend splits the keys"
     return None
+
+
+def _capacity(facts: Facts) -> int:
+    """Keys of a sequence at most."""
+    size = _slots(facts)[1]
+    return facts.tensor("page_table").shape[1] * size if facts.has("page_table") else size
 
 
 def kernel(facts: Facts) -> str:
