@@ -327,10 +327,19 @@ def test_an_address_that_cannot_be_had() -> None:
         assert host in str(caught.value.got)
 
 
+def interruptible() -> None:
+    """Whatever this process has inherited: shells let what runs behind them ignore interrupts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_serve_prints_its_address_and_ends_with_ctrl_c() -> None:
     command = [sys.executable, "-m", "kvattn.cli", "errors", "serve", "--port", "0"]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=interruptible,
     ) as ran:
         assert ran.stdout is not None
         line = ran.stdout.readline()
