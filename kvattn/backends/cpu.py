@@ -24,7 +24,7 @@ name = "cpu"
 lasting = False
 _FEW_ROWS = 16  # up to here the rows of a group share one tile and keys come in pieces
 _ROW_BLOCK = 128  # rows that share a mask, so that a window costs what it shows
-_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_fused = torch._scaled_dot_product_flash_attention_for_cpu  # cheaper to call than torch.ops.aten
 
 _REFUSED = (
     ("qv", "torch's fused kernel has no second product of qv and v"),
@@ -186,8 +186,7 @@ class _Work:
         else:
             part = self._blocks(b, span, q)
         if not _sound(part):
-            wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-            return Part(*reference.attend_sequence(r, b, span, wide))
+            return Part(*reference.attend_sequence(r, b, span, _accumulated_in(self.dtype)))
         if r.v_descale is not None and not self.keys.v_by_token:
             part = Part(part.out * self._by_head(r.v_descale, b), part.lse)
         return self._sinks(part)
@@ -217,13 +216,17 @@ class _Work:
         bias = None
         if biased:
             bias = self._bias(b, span, range(rows), low, high).expand(hk, g, -1, -1).flatten(1, 2)
-        outs, lses = [], []
-        for k, v, first, last in self.keys.pieces(b, span, low, high):
+        count = self.keys.count(span, low, high)
+        # Results that stay where they are would keep the kernel from reusing its own buffers.
+        outs = tile.new_empty((count, *tile.shape), dtype=_accumulated_in(self.dtype))
+        lses = outs.new_empty(outs.shape[:-1])
+        for i, (k, v, first, last) in enumerate(self.keys.pieces(b, span, low, high)):
             mask = None if bias is None else bias[None, :, :, first - low : last - low]
             out, lse = _call(tile, k, v, self.r.softmax_scale, mask)
-            outs.append(out)
-            lses.append(lse)
-        out, lse = _merge(outs, lses)  # [1, Hk, g*rows, D], [1, Hk, g*rows]
+            if count > 1:
+                outs[i], lses[i] = out, lse
+        if count > 1:
+            out, lse = _merge(outs, lses)  # [1, Hk, g*rows, D], [1, Hk, g*rows]
         if rows == 1:
             return Part(out.reshape(1, hk * g, -1), lse.reshape(hk * g, 1))
         out = out[0].unflatten(1, (g, rows)).permute(2, 0, 1, 3).flatten(1, 2)
@@ -263,7 +266,7 @@ class _Work:
             return square
         past = self._wide(q, k[:, :, :before], v[:, :, :before])
         outs = [part.out.transpose(0, 1) for part in (past, square)]
-        out, lse = _merge(outs, [past.lse, square.lse])
+        out, lse = _merge(torch.stack(outs), torch.stack([past.lse, square.lse]))
         return Part(out.transpose(0, 1), lse)
 
     def _blocks(self, b: int, span: Span, q: Tensor) -> Part:
@@ -338,15 +341,16 @@ def _call(
     return out, lse
 
 
-def _merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Merges results over disjoint keys: outs [..., D] and lses [...]."""
-    if len(outs) == 1:
-        return outs[0], lses[0]
-    stacked = torch.stack(lses)
-    top = stacked.amax(0)
+def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Merges results over disjoint keys: outs [n, ..., D] and lses [n, ...]."""
+    top = lses.amax(0)
     top = torch.where(top == -math.inf, 0.0, top)
-    weights = torch.exp(stacked - top)
+    weights = torch.exp(lses - top)
     total = weights.sum(0)
     weights = weights / torch.where(total > 0, total, 1.0)
-    out = (torch.stack(outs).to(weights.dtype) * weights[..., None]).sum(0)
+    out = (outs.to(weights.dtype) * weights[..., None]).sum(0)
     return out, top + torch.log(total)
+
+
+def _accumulated_in(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -48,16 +48,65 @@ class Keys:
         first, last = span.start + low, span.start + high
         return self._load(b, span, first, last, reuse=False)
 
+    def count(self, span: Span, low: int, high: int) -> int:
+        """How many pieces logical keys low..high come in."""
+        first, stop = span.start + low, span.start + high
+        return -(-stop // self.piece) - first // self.piece
+
     def pieces(
         self, b: int, span: Span, low: int, high: int
     ) -> Iterator[tuple[Tensor, Tensor, int, int]]:
         """Logical keys low..high as (k, v, first, last); a piece is valid until the next one."""
         first, stop = span.start + low, span.start + high
+        scattered = self._scattered(span)
         while first < stop:
             last = min(stop, (first // self.piece + 1) * self.piece)
-            k, v = self._load(b, span, first, last, reuse=True)
+            pair = None if scattered is None else self._copied(*scattered, b, first, last)
+            k, v = pair or self._load(b, span, first, last, reuse=True)
             yield k, v, first - span.start, last - span.start
             first = last
+
+    def _scattered(self, span: Span) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor]]] | None:
+        """Where pages are copied as they are: the table's row; cache, buffer and its view of each.
+
+        Worked out before the first piece, as there are many.
+        """
+        r = self.r
+        plain = self.k.dtype == self.dtype == self.v.dtype and self.dtype not in quant.FP8
+        if r.page_table is None or not plain or self.k_by_token or self.v_by_token:
+            return None
+        count = self.piece // r.page_size
+        copies = []
+        for cache in (self.k, self.v):
+            buffer = self._buffers.get(id(cache))
+            if buffer is None:
+                buffer = self._buffers[id(cache)] = cache.new_empty((count, *cache.shape[1:]))
+            copies.append((cache, buffer, buffer.flatten(0, 1).transpose(0, 1).unsqueeze(0)))
+        return r.page_table[span.row], copies
+
+    def _copied(
+        self,
+        row: Tensor,
+        copies: list[tuple[Tensor, Tensor, Tensor]],
+        b: int,
+        first: int,
+        last: int,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Absolute rows first..last from copies of their pages; None if they can be a view."""
+        size = self.r.page_size
+        begin, end = first // size, -(-last // size)
+        ids = self.r.pages[b][begin:end]
+        if ids == list(range(ids[0], ids[0] + len(ids))) and flat(self.k, 2) and flat(self.v, 2):
+            return None
+        pages = row.narrow(0, begin, end - begin)
+        parts = []
+        for cache, buffer, view in copies:
+            whole = buffer.shape[0] == end - begin
+            rows = buffer if whole else buffer.narrow(0, 0, end - begin)
+            torch.index_select(cache, 0, pages, out=rows)
+            full = last - first == view.shape[2]
+            parts.append(view if full else view.narrow(2, first % size, last - first))
+        return parts[0], parts[1]
 
     def _load(
         self, b: int, span: Span, first: int, last: int, reuse: bool
@@ -75,9 +124,11 @@ class Keys:
             slot = int(r.cu_seqlens_k[b]) + first
         parts = []
         for cache in (self.k, self.v):
-            if pages is not None and not (neighbours and flat(cache, len(pages))):
-                rows = self._gather(cache, pages, reuse)[offset : offset + last - first]
-                part = rows.transpose(0, 1)[None]
+            if pages is not None and not (neighbours and flat(cache, pages.shape[0])):
+                rows = self._gather(cache, pages, reuse)
+                if rows.shape[0] != last - first:
+                    rows = rows.narrow(0, offset, last - first)
+                part = rows.transpose(0, 1).unsqueeze(0)
             else:
                 part = self._view(cache, slot, row, offset, last - first)
             parts.append(part if part.dtype == self.dtype else part.to(self.dtype))
@@ -103,11 +154,13 @@ class Keys:
             return cache.view(torch.uint8).index_select(0, pages).view(cache.dtype).flatten(0, 1)
         if not reuse:
             return cache.index_select(0, pages).flatten(0, 1)
+        count = pages.shape[0]
         buffer = self._buffers.get(id(cache))
-        if buffer is None or buffer.shape[0] < len(pages):
-            buffer = self._buffers[id(cache)] = cache.new_empty((len(pages), *cache.shape[1:]))
-        torch.index_select(cache, 0, pages, out=buffer[: len(pages)])
-        return buffer[: len(pages)].flatten(0, 1)
+        if buffer is None or buffer.shape[0] < count:
+            buffer = self._buffers[id(cache)] = cache.new_empty((count, *cache.shape[1:]))
+        rows = buffer if buffer.shape[0] == count else buffer.narrow(0, 0, count)
+        torch.index_select(cache, 0, pages, out=rows)
+        return rows.flatten(0, 1)
 
     def _scale(
         self, scale: Tensor, span: Span, first: int, last: int, pages: Tensor | None
