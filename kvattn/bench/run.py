@@ -297,7 +297,7 @@ def options(
     On a GPU, kernels are compiled by a process a core, a few cores left for the rest.
     """
     kind = torch.device(device)
-    if kind.type == "cuda" and kind.index is None:
+    if device == "cuda":
         kind = torch.device("cuda", torch.cuda.current_device())
     gpu = kind.type == "cuda"
     chosen = tuple(name for name in SUITES if suites is None or name in suites)
