@@ -35,8 +35,8 @@ class Keys:
         self.k, self.v = r.k_cache, r.v_cache
         self.k_by_token = r.k_descale is not None and quant.per_token(r.k_descale, self.k)
         self.v_by_token = r.v_descale is not None and quant.per_token(r.v_descale, self.v)
-        self.dense = r.page_table is None and r.cu_seqlens_k is None
-        self._buffers: dict[int, Tensor] = {}
+        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}  # and a view [1, Hk, piece, D] of each
+        self._row: tuple[int, Tensor] | None = None  # the table's row that was asked for last
         bytes_per_token = self.k.shape[-2] * self.k.shape[-1] * dtype.itemsize
         piece = max(1, _PIECE_BYTES // max(1, bytes_per_token))
         if r.page_table is not None:
@@ -58,55 +58,11 @@ class Keys:
     ) -> Iterator[tuple[Tensor, Tensor, int, int]]:
         """Logical keys low..high as (k, v, first, last); a piece is valid until the next one."""
         first, stop = span.start + low, span.start + high
-        scattered = self._scattered(span)
         while first < stop:
             last = min(stop, (first // self.piece + 1) * self.piece)
-            pair = None if scattered is None else self._copied(*scattered, b, first, last)
-            k, v = pair or self._load(b, span, first, last, reuse=True)
+            k, v = self._load(b, span, first, last, reuse=True)
             yield k, v, first - span.start, last - span.start
             first = last
-
-    def _scattered(self, span: Span) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor]]] | None:
-        """Where pages are copied as they are: the table's row; cache, buffer and its view of each.
-
-        Worked out before the first piece, as there are many.
-        """
-        r = self.r
-        plain = self.k.dtype == self.dtype == self.v.dtype and self.dtype not in quant.FP8
-        if r.page_table is None or not plain or self.k_by_token or self.v_by_token:
-            return None
-        count = self.piece // r.page_size
-        copies = []
-        for cache in (self.k, self.v):
-            buffer = self._buffers.get(id(cache))
-            if buffer is None:
-                buffer = self._buffers[id(cache)] = cache.new_empty((count, *cache.shape[1:]))
-            copies.append((cache, buffer, buffer.flatten(0, 1).transpose(0, 1).unsqueeze(0)))
-        return r.page_table[span.row], copies
-
-    def _copied(
-        self,
-        row: Tensor,
-        copies: list[tuple[Tensor, Tensor, Tensor]],
-        b: int,
-        first: int,
-        last: int,
-    ) -> tuple[Tensor, Tensor] | None:
-        """Absolute rows first..last from copies of their pages; None if they can be a view."""
-        size = self.r.page_size
-        begin, end = first // size, -(-last // size)
-        ids = self.r.pages[b][begin:end]
-        if ids == list(range(ids[0], ids[0] + len(ids))) and flat(self.k, 2) and flat(self.v, 2):
-            return None
-        pages = row.narrow(0, begin, end - begin)
-        parts = []
-        for cache, buffer, view in copies:
-            whole = buffer.shape[0] == end - begin
-            rows = buffer if whole else buffer.narrow(0, 0, end - begin)
-            torch.index_select(cache, 0, pages, out=rows)
-            full = last - first == view.shape[2]
-            parts.append(view if full else view.narrow(2, first % size, last - first))
-        return parts[0], parts[1]
 
     def _load(
         self, b: int, span: Span, first: int, last: int, reuse: bool
@@ -117,7 +73,9 @@ class Keys:
         if r.page_table is not None:
             begin, count = first // r.page_size, -(-last // r.page_size) - first // r.page_size
             ids = r.pages[b][begin : begin + count]
-            pages = r.page_table[span.row].narrow(0, begin, count)
+            if self._row is None or self._row[0] != span.row:
+                self._row = span.row, r.page_table[span.row]
+            pages = self._row[1].narrow(0, begin, count)
             row, offset = ids[0], first % r.page_size
             neighbours = ids == list(range(row, row + count))
         elif r.cu_seqlens_k is not None:
@@ -125,10 +83,9 @@ class Keys:
         parts = []
         for cache in (self.k, self.v):
             if pages is not None and not (neighbours and flat(cache, pages.shape[0])):
-                rows = self._gather(cache, pages, reuse)
-                if rows.shape[0] != last - first:
-                    rows = rows.narrow(0, offset, last - first)
-                part = rows.transpose(0, 1).unsqueeze(0)
+                part = self._gather(cache, pages, reuse)
+                if part.shape[2] != last - first:
+                    part = part.narrow(2, offset, last - first)
             else:
                 part = self._view(cache, slot, row, offset, last - first)
             parts.append(part if part.dtype == self.dtype else part.to(self.dtype))
@@ -149,18 +106,20 @@ class Keys:
         return cache.as_strided(shape, (0, head, token, unit), cache.storage_offset() + start)
 
     def _gather(self, cache: Tensor, pages: Tensor, reuse: bool) -> Tensor:
-        """Copies whole pages to rows [n * P, Hk, D]; with `reuse`, valid until the next piece."""
+        """Copies whole pages to [1, Hk, n * P or more, D]; `reuse`: valid until the next piece."""
         if cache.dtype in quant.FP8:  # gathering FP8 is not implemented on the CPU
-            return cache.view(torch.uint8).index_select(0, pages).view(cache.dtype).flatten(0, 1)
+            return _rows(cache.view(torch.uint8).index_select(0, pages).view(cache.dtype))
         if not reuse:
-            return cache.index_select(0, pages).flatten(0, 1)
+            return _rows(cache.index_select(0, pages))
+        known = self._buffers.get(id(cache))
+        if known is None:
+            pool = cache.new_empty((self.piece // self.r.page_size, *cache.shape[1:]))
+            known = self._buffers[id(cache)] = pool, _rows(pool)
+        buffer, view = known
         count = pages.shape[0]
-        buffer = self._buffers.get(id(cache))
-        if buffer is None or buffer.shape[0] < count:
-            buffer = self._buffers[id(cache)] = cache.new_empty((count, *cache.shape[1:]))
-        rows = buffer if buffer.shape[0] == count else buffer.narrow(0, 0, count)
-        torch.index_select(cache, 0, pages, out=rows)
-        return rows.flatten(0, 1)
+        target = buffer if buffer.shape[0] == count else buffer.narrow(0, 0, count)
+        torch.index_select(cache, 0, pages, out=target)
+        return view
 
     def _scale(
         self, scale: Tensor, span: Span, first: int, last: int, pages: Tensor | None
@@ -172,6 +131,11 @@ class Keys:
             offset = first % self.r.page_size
             rows = scale[pages].flatten(0, 1)[offset : offset + last - first]
         return rows.transpose(0, 1)[None, ..., None].to(self.dtype)
+
+
+def _rows(pages: Tensor) -> Tensor:
+    """Pages [n, P, Hk, D] as [1, Hk, n * P, D]."""
+    return pages.flatten(0, 1).transpose(0, 1).unsqueeze(0)
 
 
 def flat(cache: Tensor, pages: int) -> bool:
