@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 from kvattn.bench import compare as comparing
 from kvattn.bench import page, peers, readme, report, results, run, summary
 from kvattn.bench.suites import HEADLINE, SUITES
-from kvattn.commands.terminal import BACKENDS, outcomes, print_json, progress
+from kvattn.commands.terminal import BACKENDS, AsJson, outcomes, print_json, progress
 from kvattn.errors.cli_kinds import DeviceUnavailableError
 
 HELP = """Measure attention on this machine, other libraries beside it.
@@ -65,7 +65,6 @@ Budget = Annotated[
     float | None, typer.Option("--budget", min=1, help="Seconds; what does not fit is left out.")
 ]
 Repeats = Annotated[int | None, typer.Option("--repeats", min=2, help="Of every cell.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 Files = Annotated[list[Path], typer.Argument(help="What --out wrote.", metavar="FILES...")]
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvattn.commands.terminal import outcomes, print_json
+from kvattn.commands.terminal import AsJson, outcomes, print_json
 from kvattn.doctor import Diagnosis, examine
 
 _MARKS = {"ok": ("ok", "green"), "absent": ("no", "yellow"), "broken": ("!!", "bold red")}
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what is usable on this machine, and why the rest is not.
 

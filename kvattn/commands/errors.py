@@ -11,13 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from kvattn.commands.page import page
-from kvattn.commands.terminal import outcomes, print_json
+from kvattn.commands.terminal import AsJson, outcomes, print_json
 from kvattn.errors import catalogue
 from kvattn.errors.record import Record
 
 NOTHING_FOUND = 1
-
-_AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 
 
 def list_errors(
@@ -29,7 +27,7 @@ def list_errors(
         str | None,
         typer.Option(metavar="NAME", show_default=False, help="About this argument: page_table."),
     ] = None,
-    as_json: _AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """List errors, kvattn's own first: code, exception and title."""
     with outcomes(as_json):
@@ -64,7 +62,7 @@ def _table(records: list[Record]) -> Table:
 
 def show(
     error: Annotated[str, typer.Argument(metavar="CODE|ID", help="Such as KV121.")],
-    as_json: _AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print the page about an error: meaning, solutions, an example, where it is raised."""
     with outcomes(as_json):
@@ -87,7 +85,7 @@ def find(
         typer.Argument(help="A message or a whole traceback; by default standard input."),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, metavar="N", help="Candidates to name.")] = 5,
-    as_json: _AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say which error a message or traceback is, and print its page.
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvattn.commands.terminal import outcomes, print_json
+from kvattn.commands.terminal import AsJson, outcomes, print_json
 from kvattn.errors.cli_kinds import SitePackageError
 
 _PACKAGES = ("jinja2", "markupsafe", "pygments", "starlette", "uvicorn")
@@ -30,7 +30,7 @@ def _site_packages(command: str) -> Iterator[None]:
 
 def export(
     directory: Annotated[Path, typer.Argument(help="Where to; made if it is not there.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write the pages about all errors to a directory, to be read without a server.
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -26,7 +26,7 @@ NAMES = 14  # columns for the names of facts
 
 Report = Callable[[str, float], None]
 
-
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 BACKENDS = [backend.name for backend in backends.BACKENDS]
 
 

@@ -100,16 +100,6 @@ def true(name: str) -> Trait:
     return trait
 
 
-def false(name: str) -> Trait:
-    """The flag, which is set by default, is off."""
-
-    def trait(call: Call) -> Truth:
-        value = call.value(name, True)
-        return None if value is UNKNOWN else not value
-
-    return trait
-
-
 def without(missing: str, *names: str) -> Trait:
     """Some of the arguments are given, but not the one that they belong to."""
     return lambda call: bool(has(*names)(call)) and not call.has(missing)
