@@ -398,8 +398,15 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _bytes(t: Tensor) -> tuple[int, int]:
+    return t.data_ptr(), t.data_ptr() + extent(t)
+
+
+def extent(t: Tensor) -> int:
+    """Bytes from the first to past the last element."""
+    if t.numel() == 0:
+        return 0
     span = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
-    return t.data_ptr(), t.data_ptr() + span * t.element_size()
+    return span * t.element_size()
 
 
 def _mark(marks: Tensor, t: Tensor, start: int, unit: int) -> Tensor:

@@ -213,14 +213,21 @@ class Request:
 
     def outputs(self) -> tuple[Tensor, Tensor]:
         """The caller's out or a fresh one, and an lse; rows outside every sequence are 0, -inf."""
-        out = self.out
-        whole = self.cu_seqlens_q is None and self.seqused_q is None
-        if out is None:
-            make = self.lead.new_empty if whole else self.lead.new_zeros
-            out = make(self.out_shape, dtype=self.out_dtype)
-        if whole:
-            return out, self.lead.new_empty(self.lse_shape, dtype=torch.float32)
-        return out, self.lead.new_full(self.lse_shape, -math.inf, dtype=torch.float32)
+        return self.new_out() if self.out is None else self.out, self.new_lse()
+
+    @cached_property
+    def _whole(self) -> bool:
+        """Whether every row belongs to a sequence."""
+        return self.cu_seqlens_q is None and self.seqused_q is None
+
+    def new_out(self) -> Tensor:
+        make = self.lead.new_empty if self._whole else self.lead.new_zeros
+        return make(self.out_shape, dtype=self.out_dtype)
+
+    def new_lse(self) -> Tensor:
+        if self._whole:
+            return self.lead.new_empty(self.lse_shape, dtype=torch.float32)
+        return self.lead.new_full(self.lse_shape, -math.inf, dtype=torch.float32)
 
 
 NAMES = tuple(field.name for field in fields(Request))

@@ -167,13 +167,13 @@ class Prefill:
         else:
             tiles_each = 0
             pieces = (total * variant.PACK // rows + r.batch) * heads
-        self.grid = (max(1, min(pieces, processors(q.device) - r.sm_margin)), 1, 1)
+        self.grid = (max(1, min(pieces, triton_launch.processors(q.device) - r.sm_margin)), 1, 1)
         left, right = r.window
-        table = r.page_table
+        table_stride, lines, *_ = triton_launch.table(r)
         self.numbers = (
-            r.batch, total, tiles_each, pieces, heads, r.heads // r.kv_heads, _fresh(r),
-            r.capacity, _lines(r), r.pool.shape[0], r.page_size,
-            0 if table is None else table.stride(0), left or 0, right or 0, r.attention_chunk,
+            r.batch, total, tiles_each, pieces, heads, r.heads // r.kv_heads,
+            triton_launch.fresh(r), r.capacity, lines, r.pool.shape[0], r.page_size,
+            table_stride, left or 0, right or 0, r.attention_chunk,
         )  # fmt: skip
         self.constants = (variant, tiles.registers, tiles.copy_registers)
         self.compiled: Any = None
@@ -194,25 +194,6 @@ class Prefill:
             found = kernel.prefill.warmup(*args, grid=self.grid, num_warps=4)
             self.compiled = found[self.grid]
         self.compiled(*args)
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 3
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _fresh(r: Request) -> int:
-    """New tokens of every sequence, where they are padded."""
-    return 0 if r.k is None or r.k.dim() == 3 else r.k.shape[1]
-
-
-def _lines(r: Request) -> int:
-    """Rows of the cache or of the page table; a packed cache counts as one a sequence."""
-    if r.cu_seqlens_k is not None:
-        return r.batch
-    return (r.pool if r.page_table is None else r.page_table).shape[0]
 
 
 def _prepared(r: Request, q: Tensor, out: Tensor) -> Prefill:
@@ -254,7 +235,8 @@ def rotated(r: Request, q: Tensor) -> Tensor:
         r.cache_leftpad, r.cache_batch_idx,
         triton_launch.rotary(r.rotary_cos), triton_launch.rotary(r.rotary_sin), r.rotary_seqlens,
         (0, *q.stride()[:2]) if ragged else q.stride()[:3],
-        _fresh(r), r.capacity, _lines(r), r.rotary_cos.shape[0], r.batch, q.shape[-3],
+        triton_launch.fresh(r), r.capacity, triton_launch.table(r)[1], r.rotary_cos.shape[0],
+        r.batch, q.shape[-3],
     )  # fmt: skip
     constants = {
         "HEADS": heads, "H": triton.next_power_of_2(heads), "D": dim,

@@ -262,7 +262,7 @@ def _numbers(r: Request, t: Tiles, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
         of_rows(out), (0, *lse.stride()) if ragged else lse.stride(), of_rows(k), of_rows(v),
         *(launch.scale_strides(x) for x in (r.q_descale, r.k_descale, r.v_descale)),
         table_stride, r.batch, t.slots, t.each, t.parts, r.lead.shape[0 if ragged else 1],
-        0 if r.k is None or r.k.dim() == 3 else r.k.shape[1], r.capacity, lines, blocks,
+        launch.fresh(r), r.capacity, lines, blocks,
         0 if r.rotary_cos is None else r.rotary_cos.shape[0],
         r.softmax_scale, r.softcap, left or 0, right or 0, r.attention_chunk,
     )  # fmt: skip

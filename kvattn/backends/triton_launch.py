@@ -64,6 +64,11 @@ def table(r: Request) -> tuple[int, int, int, int]:
     return 0, r.pool.shape[0], r.pool.shape[0], r.page_size
 
 
+def fresh(r: Request) -> int:
+    """New tokens of every sequence, where they are padded."""
+    return 0 if r.k is None or r.k.dim() == 3 else r.k.shape[1]
+
+
 def pow2(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
 
@@ -295,7 +300,6 @@ def attend(r: Request, out: Tensor, lse: Tensor) -> None:
     k_by_token = r.k_descale is not None and quant.per_token(r.k_descale, r.pool)
     v_by_token = r.v_descale is not None and quant.per_token(r.v_descale, r.pool)
     bias = r.rel_bias
-    fresh = 0 if r.k is None or r.k.dim() == 3 else r.k.shape[1]
     tokens_sfv = r.sfv is not None and quant.mx_layout(r.sfv, r.pool, tokens=True) == "tokens"
     arguments = (
         raw(q), raw(qv), raw(r.k_cache), raw(r.v_cache), out,
@@ -313,7 +317,7 @@ def attend(r: Request, out: Tensor, lse: Tensor) -> None:
         _broadcast_strides(r.alibi_slopes, (r.batch, r.heads)),
         (0, 0, 0, 0) if bias is None else (0, *bias.stride()) if ragged else tuple(bias.stride()),
         map_strides,
-        stride, r.batch, tiles, total, fresh, r.capacity, lines, blocks,
+        stride, r.batch, tiles, total, fresh(r), r.capacity, lines, blocks,
         0 if r.rotary_cos is None else r.rotary_cos.shape[0],
         r.softmax_scale, r.softcap, left or 0, right or 0, r.attention_chunk,
         0 if bias is None else bias.shape[-1], splits,

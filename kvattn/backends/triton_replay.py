@@ -7,7 +7,6 @@ Nothing else of a call depends on more than its form, as lengths are read on the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
-from kvattn import values
+from kvattn import checks, values
 from kvattn.request import NAMES, Request
 
 CAPTURING = -1  # in place of a stream
@@ -200,16 +199,13 @@ class Replay:
         self.held = recording.tensors  # for those that the next call does not name
         self.names = [source for source in recording.sources if isinstance(source, str)]
         self.aligned = [self.held[name].data_ptr() & _ALIGNED == 0 for name in self.names]
-        self.sizes = [extent(self.held[name]) for name in self.names]
+        self.sizes = [checks.extent(self.held[name]) for name in self.names]
         self.fresh = [kind for kind, _ in recording.fresh]
         order = {source: n for n, source in enumerate((*self.names, *range(len(self.fresh))))}
         places = [order[source] for source in recording.sources]
         for launch in self.launches:
             launch.holes[:] = [(position, places[source]) for position, source in launch.holes]
-        whole = r.cu_seqlens_q is None and r.seqused_q is None
-        self.make_out = torch.empty if whole else torch.zeros
-        self.out_shape, self.out_dtype, self.lse_shape = r.out_shape, r.out_dtype, r.lse_shape
-        self.whole = whole
+        self.recorded = r
         self.no_lse = r.lead.new_empty(0, dtype=torch.float32)
 
     def __call__(self, given: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
@@ -235,9 +231,9 @@ class Replay:
         held = []
         for kind in self.fresh:
             if kind == "out":
-                made = out = self.make_out(self.out_shape, dtype=self.out_dtype, device=device)
+                made = out = self.recorded.new_out()
             elif kind == "lse":
-                made = lse = self._new_lse()
+                made = lse = self.recorded.new_lse()
             else:
                 make, size = kind
                 made = make(*size, device, owner)
@@ -251,12 +247,6 @@ class Replay:
         assert out is not None
         return out, lse
 
-    def _new_lse(self) -> Tensor:
-        options: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
-        if self.whole:
-            return torch.empty(self.lse_shape, **options)
-        return torch.full(self.lse_shape, -math.inf, **options)
-
     def _meets(self, addresses: list[int]) -> bool:
         """Whether the caller's out lies among the bytes of another tensor."""
         if "out" not in self.names:
@@ -268,13 +258,6 @@ class Replay:
             for n, (address, size) in enumerate(zip(addresses, self.sizes, strict=True))
             if n != own
         )
-
-
-def extent(t: Tensor) -> int:
-    """Bytes from the first to past the last element."""
-    if t.numel() == 0:
-        return 0
-    return (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.itemsize
 
 
 _LIVE = Live()
