@@ -152,6 +152,10 @@ def flash_attn_with_kvcache(
     The meaning of every argument is written in `docs/contract.md`.
     """
     _own_metadata(scheduler_metadata)
+    if block_table is not None:
+        page_table = _one(page_table=page_table, block_table=block_table)
+    if s_aux is not None or learnable_sink is not None:
+        sinks = _one(sinks=sinks, s_aux=s_aux, learnable_sink=learnable_sink)
     given = {
         "q": q,
         "k_cache": k_cache,
@@ -164,7 +168,7 @@ def flash_attn_with_kvcache(
         "cache_seqlens": cache_seqlens,
         "cache_batch_idx": cache_batch_idx,
         "cache_leftpad": cache_leftpad,
-        "page_table": _one(page_table=page_table, block_table=block_table),
+        "page_table": page_table,
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k_new": cu_seqlens_k_new,
         "max_seqlen_q": max_seqlen_q,
@@ -183,7 +187,7 @@ def flash_attn_with_kvcache(
         "pack_gqa": pack_gqa,
         "sm_margin": sm_margin,
         "return_lse": return_softmax_lse,
-        "sinks": _one(sinks=sinks, s_aux=s_aux, learnable_sink=learnable_sink),
+        "sinks": sinks,
         "alibi_slopes": alibi_slopes,
         "score_mod": score_mod,
         "mask_mod": mask_mod,

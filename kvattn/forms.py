@@ -7,6 +7,8 @@ have prepared the rest.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -42,14 +44,21 @@ class Form:
     """
 
     def __init__(
-        self, fixed: dict[str, Any], tensors: list[_Source], index: list[str] | None
+        self,
+        fixed: dict[str, Any],
+        tensors: list[_Source],
+        index: list[str] | None,
+        given: list[str],
     ) -> None:
         self.fixed = fixed  # scalars, and whatever follows from shapes
         self.tensors = tensors
         self.index = index  # the index tensors; None if the values are not worth remembering
+        self.given = given  # names of the caller's tensors, in the order of `find`
         self.last: _Reading | None = None
         self.prepared: Prepared | None = None  # the rest of a call, whatever its numbers are
         self.asked = False  # whether one was asked for
+        self._held: list[Tensor] = []
+        self._pick: Callable[[list[Tensor]], tuple[Tensor, ...]] = tuple
 
     def request(self, given: dict[str, Any]) -> Request:
         """A checked call of this form."""
@@ -59,9 +68,23 @@ class Form:
         self._check(request)
         return request
 
-    def named(self, given: dict[str, Any]) -> dict[str, Tensor]:
-        """The tensors of a call of this form by the names of the request's fields."""
-        return {field: given[name] for field, name, _ in self.tensors}
+    def keep(self, prepared: Prepared | None, r: Request) -> None:
+        """Has the rest of later calls done by what was prepared for this one."""
+        self.asked, self.prepared = True, prepared
+        if prepared is None:
+            return
+        places = {field: self.given.index(name) for field, name, _ in self.tensors}
+        for name in prepared.names:
+            if name not in places:  # made of a number, which is the same in every call of the form
+                places[name] = len(self.given) + len(self._held)
+                self._held.append(getattr(r, name))
+        self._pick = itemgetter(*[places[name] for name in prepared.names])
+
+    def rest(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor] | None:
+        """The prepared rest of a call whose tensors `find` has listed; None if there is none."""
+        if self.prepared is None:
+            return None
+        return self.prepared.run(*self._pick(tensors + self._held if self._held else tensors))
 
     def _check(self, r: Request) -> None:
         """Value checks, unless they have passed for these very numbers."""
@@ -104,10 +127,10 @@ _BY_SHAPE = (
 Key = tuple[Any, ...]
 
 
-def find(given: dict[str, Any]) -> tuple[Key | None, Form | None]:
-    """The key of a call's form, None if it has none, and the form if it is known."""
-    key = _key(given)
-    return key, None if key is None else _forms.get(key)
+def find(given: dict[str, Any]) -> tuple[Key | None, Form | None, list[Tensor]]:
+    """The key of a call's form, None if it has none; the form if it is known; the tensors."""
+    key, tensors = _key(given)
+    return key, None if key is None else _forms.get(key), tensors
 
 
 def request(given: dict[str, Any]) -> Request:
@@ -115,7 +138,7 @@ def request(given: dict[str, Any]) -> Request:
 
     Raises one of the classes of `kvattn.errors` before anything is written.
     """
-    key, form = find(given)
+    key, form, tensors = find(given)
     return first(given, key) if form is None else form.request(given)
 
 
@@ -127,27 +150,30 @@ def first(given: dict[str, Any], key: Key | None) -> Request:
     return checked
 
 
-def _key(given: dict[str, Any]) -> tuple[Any, ...] | None:
+def _key(given: dict[str, Any]) -> tuple[Key | None, list[Tensor]]:
     """All that structural checks depend on, hashable; None where they depend on more."""
     grad = torch.is_grad_enabled()
     parts: list[Any] = [grad]
+    tensors = []
     for name, value in given.items():
-        if value is None or value is _USUAL.get(name, given):
+        if value is None:
             continue
-        kind = type(value)
-        if kind is Tensor or isinstance(value, Tensor):
+        if isinstance(value, Tensor):
+            tensors.append(value)
             # Strides follow from the shape of contiguous memory, but where there is one element.
             layout = value.is_contiguous() or value.stride()
             parts += (name, value.shape, layout, value.dtype, value.device)
             if grad:
                 parts.append(value.requires_grad)
-        elif kind in _PLAIN:
-            parts += (name, kind, value)  # True == 1, but only one of them is a flag
-        elif kind is tuple and _MEMBERS.issuperset(map(type, value)):
-            parts += (name, *map(type, value), value)
-        else:
-            return None
-    return tuple(parts)
+        elif value is not _USUAL.get(name, given):
+            kind = type(value)
+            if kind in _PLAIN:
+                parts += (name, kind, value)  # True == 1, but only one of them is a flag
+            elif kind is tuple and _MEMBERS.issuperset(map(type, value)):
+                parts += (name, *map(type, value), value)
+            else:
+                return None, tensors
+    return tuple(parts), tensors
 
 
 # Left out of keys where they are these very objects; None is left out everywhere.
@@ -181,7 +207,8 @@ def _remember(key: tuple[Any, ...], r: Request, given: dict[str, Any]) -> None:
     large = any(getattr(r, name).numel() > _MAX_NUMBERS for name in index or ())
     if large or not r.attend or r.gather_kv_indices is not None:
         index = None
-    _forms[key] = Form(fixed, tensors, index)
+    names = [name for name, value in given.items() if isinstance(value, Tensor)]
+    _forms[key] = Form(fixed, tensors, index, names)
 
 
 def _source(field: str, value: Tensor, given: dict[str, Any]) -> _Source | None:

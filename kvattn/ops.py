@@ -44,15 +44,15 @@ def attend(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Checks, plans and runs one attention call given by the names of `Request.of`."""
     if torch.compiler.is_compiling():
         return _compiled(arguments) if _crosses(arguments) else _eager(attend, arguments)
-    key, form = forms.find(arguments)
+    key, form, tensors = forms.find(arguments)
     if form is None:
         return _run(forms.first(arguments, key))
-    result = None if form.prepared is None else form.prepared(form.named(arguments))
+    result = form.rest(tensors)
     if result is not None:
         return result
     request = form.request(arguments)
     if not form.asked:  # the first repetition shows that there are any
-        form.asked, form.prepared = True, prepare(request, lasting=True)
+        form.keep(prepare(request, lasting=True), request)
     return _run(request)
 
 

@@ -32,7 +32,17 @@ class Plan:
         return "\n".join(lines)
 
 
-Prepared = Callable[[dict[str, Any]], tuple[Tensor, Tensor] | None]
+@dataclass(frozen=True)
+class Prepared:
+    """What is left of a call, for the tensors of any call of its form.
+
+    Attributes:
+        names: of those tensors, as a request calls them.
+        run: called with them in that order; out and lse, or None where it does not hold.
+    """
+
+    names: tuple[str, ...]
+    run: Callable[..., tuple[Tensor, Tensor] | None]
 
 
 class Backend(Protocol):

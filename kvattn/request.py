@@ -121,6 +121,13 @@ class Request:
         request.__dict__.update(tensors, pool=tensors["v_cache"], lead=tensors["q"])
         return request
 
+    def hollow(self) -> Request:
+        """What fresh outputs of the call look like, and nothing that keeps its tensors alive."""
+        request = object.__new__(Request)
+        request.__dict__.update({name: getattr(self, name) for name in _OUTPUTS})
+        request.__dict__["lead"] = self.lead.new_empty(0)
+        return request
+
     @cached_property
     def lead(self) -> Tensor:
         """The tensor that gives the query rows: q, or qv where there is no q."""
@@ -216,21 +223,22 @@ class Request:
         return self.new_out() if self.out is None else self.out, self.new_lse()
 
     @cached_property
-    def _whole(self) -> bool:
+    def whole(self) -> bool:
         """Whether every row belongs to a sequence."""
         return self.cu_seqlens_q is None and self.seqused_q is None
 
     def new_out(self) -> Tensor:
-        make = self.lead.new_empty if self._whole else self.lead.new_zeros
+        make = self.lead.new_empty if self.whole else self.lead.new_zeros
         return make(self.out_shape, dtype=self.out_dtype)
 
     def new_lse(self) -> Tensor:
-        if self._whole:
+        if self.whole:
             return self.lead.new_empty(self.lse_shape, dtype=torch.float32)
         return self.lead.new_full(self.lse_shape, -math.inf, dtype=torch.float32)
 
 
 NAMES = tuple(field.name for field in fields(Request))
+_OUTPUTS = ("out_shape", "out_dtype", "lse_shape", "whole")
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Request)} | {
     "softmax_scale": None,
     "window_size": (-1, -1),

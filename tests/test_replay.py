@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor
 
 import kvattn
 from kvattn import api
+from kvattn.plan import Prepared
 from kvattn.request import Request
 
 pytest.importorskip("triton")
@@ -66,32 +69,41 @@ def run(kernel: Any, copies: bool = False) -> Any:
     return launch
 
 
-def tensors(r: Request) -> dict[str, Tensor]:
-    names = ("q", "k_cache", "v_cache", "cache_seqlens")
-    return {name: getattr(r, name) for name in names}
+def again(recorded: Prepared | None, r: Request, **changes: Tensor) -> Any:
+    """The prepared rest of a call with the tensors of a request, some of them changed."""
+    assert recorded is not None
+    return recorded.run(*[changes.get(name, getattr(r, name)) for name in recorded.names])
 
 
 def test_a_replay_launches_with_the_next_calls_addresses(kernel: Kernel) -> None:
     recorded = replay.record(request(), run(kernel))
     assert recorded is not None and kernel.launched == []
     for _ in range(2):
-        given = tensors(request())
-        result = recorded(given)
+        r = request()
+        result = again(recorded, r)
         assert result is not None and result[0].shape == (2, 1, 4, 8)
         grid, stream, q, k, v, out, scratch, number, size = kernel.launched.pop()
         assert (grid, stream, number, size) == ((7, 1, 1), 17, 5, 3)
-        assert [q, k, v] == [given[n].data_ptr() for n in ("q", "k_cache", "v_cache")]
+        assert [q, k, v] == [t.data_ptr() for t in (r.q, r.k_cache, r.v_cache) if t is not None]
         assert out == result[0].data_ptr() and scratch not in (q, k, v, out, 0)
 
 
-def test_tensors_that_are_not_named_are_those_of_the_recorded_call(kernel: Kernel) -> None:
-    first = request()
-    recorded = replay.record(first, run(kernel))
-    assert recorded is not None
-    q = torch.randn(2, 1, 4, 8)
-    recorded({"q": q})
-    assert first.k_cache is not None
-    assert kernel.launched[0][2:4] == (q.data_ptr(), first.k_cache.data_ptr())
+def test_a_recording_keeps_no_tensor_of_its_call_alive(kernel: Kernel) -> None:
+    r = request()
+    recorded = replay.record(r, run(kernel))
+    assert recorded is not None and r.k_cache is not None and r.q is not None
+    gone = [weakref.ref(r.k_cache), weakref.ref(r.q)]
+    del r
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+
+
+def test_workspaces_of_a_stream_are_looked_up_once(kernel: Kernel) -> None:
+    recorded, r = replay.record(request(), run(kernel)), request()
+    again(recorded, r)
+    again(recorded, r)
+    first, second = (launched[6] for launched in kernel.launched)
+    assert first == second
 
 
 def test_copies_of_the_launch_code_cannot_be_replayed(kernel: Kernel) -> None:
@@ -117,25 +129,25 @@ def test_other_alignment_is_left_to_the_long_way(kernel: Kernel) -> None:
     recorded = replay.record(request(), run(kernel))
     assert recorded is not None
     odd = torch.randn(2 * 4 * 8 + 1)[1:].view(2, 1, 4, 8)
-    assert recorded({"q": odd}) is None and kernel.launched == []
+    assert again(recorded, request(), q=odd) is None and kernel.launched == []
 
 
 def test_checked_mode_is_left_to_the_long_way(kernel: Kernel) -> None:
     recorded = replay.record(request(), run(kernel))
     assert recorded is not None
     with kvattn.checked():
-        assert recorded({}) is None
-    assert recorded({}) is not None
+        assert again(recorded, request()) is None
+    assert again(recorded, request()) is not None
 
 
 def test_the_callers_out(kernel: Kernel) -> None:
-    recorded = replay.record(request(out=torch.zeros(2, 1, 4, 8)), run(kernel))
-    assert recorded is not None
+    r = request(out=torch.zeros(2, 1, 4, 8))
+    recorded = replay.record(r, run(kernel))
     out, q = torch.zeros(2, 1, 4, 8), torch.randn(2, 1, 4, 8)
-    result = recorded({"q": q, "out": out})
+    result = again(recorded, r, q=q, out=out)
     assert result is not None and result[0] is out
     assert kernel.launched.pop()[5] == out.data_ptr()
-    assert recorded({"q": q, "out": q}) is None and kernel.launched == []
+    assert again(recorded, r, q=q, out=q) is None and kernel.launched == []
 
 
 def test_scratch_is_shared_by_the_calls_of_a_stream(kernel: Kernel) -> None:

@@ -56,6 +56,7 @@ class Repeated:
         self._request = r
         self._form = [(name, t.shape, t.stride(), t.dtype) for name, t in tensors.items()]
         self._prepared: Prepared | None = None
+        self._held: dict[str, Any] = {}
         self._asked = False
 
     def __call__(self, tensors: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
@@ -67,6 +68,15 @@ class Repeated:
             if t is None or t.shape != shape or t.stride() != stride or t.dtype != dtype:
                 return None
         if not self._asked:  # the first repetition shows that there are any
-            self._asked, self._prepared = True, prepare(self._request)
-        result = None if self._prepared is None else self._prepared(tensors)
-        return result if result is not None else execute(self._request.again(tensors))
+            self._prepare(tensors)
+        if self._prepared is not None:
+            given = self._held | tensors if self._held else tensors
+            result = self._prepared.run(*[given[name] for name in self._prepared.names])
+            if result is not None:
+                return result
+        return execute(self._request.again(tensors))
+
+    def _prepare(self, tensors: dict[str, Any]) -> None:
+        self._asked, self._prepared = True, prepare(self._request)
+        names = () if self._prepared is None else self._prepared.names
+        self._held = {name: getattr(self._request, name) for name in names if name not in tensors}

@@ -110,11 +110,13 @@ def prepare(r: Request) -> Prepared | None:
         return None
     by = cpu_append.rotary_factors(r) if step.rotates else None
 
-    def call(given: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-        k, v = given.get("k"), given.get("v")
-        return step(given["q"], k, v, given["k_cache"], given["v_cache"], by)
+    def run(
+        q: Tensor, keys: Tensor, values: Tensor, k: Tensor | None = None, v: Tensor | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        return step(q, k, v, keys, values, by)
 
-    return call
+    new = () if r.k is None else ("k", "v")
+    return Prepared(("q", "k_cache", "v_cache", *new), run)
 
 
 def _decode_step(r: Request) -> Decode | None:

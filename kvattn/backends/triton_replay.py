@@ -10,17 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
+from triton import knobs
+from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 from kvattn import checks, values
+from kvattn.plan import Prepared
 from kvattn.request import NAMES, Request
 
 CAPTURING = -1  # in place of a stream
 _ALIGNED = 15  # bits of an address that kernels for 16-byte aligned memory take to be zero
+_KNOWN = triton.__version__.startswith("3.6.")  # how a compiled kernel passes on a launch
 
 
 class Workspaces:
@@ -107,12 +113,48 @@ class Live:
             kernel[grid](*args, **constants, **options)
 
 
-class Launch(NamedTuple):
-    """One launch with holes where addresses go."""
+class Box:
+    """What TMA knows of a tensor, over an address; a kernel's launcher asks nothing else."""
 
-    run: Callable[..., None]
+    def __init__(self, like: Any, address: int = 0) -> None:
+        self.shape, self.strides, self.padding = like.shape, like.strides, like.padding
+        self.address = address
+
+    @property
+    def base(self) -> Box:
+        return self
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class Launch(NamedTuple):
+    """One launch, with holes where addresses go, or boxes over addresses."""
+
+    run: Callable[..., None]  # (arguments, stream)
     args: list[Any]
     holes: list[tuple[int, int]]  # (position among the arguments, number of the address)
+
+
+def _runner(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+    """Launches a compiled kernel, without its preparations for hooks while none is set."""
+    usual = compiled[grid]
+
+    def hooked(args: Sequence[Any], stream: int) -> None:
+        usual(*args, stream=stream)
+
+    if not (_KNOWN and isinstance(compiled, CompiledKernel)):
+        return hooked
+    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+    hooks = knobs.runtime
+
+    def direct(args: Sequence[Any], stream: int) -> None:
+        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+            hooked(args, stream)
+        else:
+            run(*grid, stream, function, packed, None, None, None, *args)
+
+    return direct
 
 
 class Recording(Live):
@@ -159,9 +201,12 @@ class Recording(Live):
         for position, value in enumerate(values):
             if isinstance(value, Tensor):
                 holes.append((position, self._source(value)))
+            elif isinstance(getattr(value, "base", None), Tensor):
+                holes.append((position, self._source(value.base)))
+                values[position] = Box(value)
             elif isinstance(value, tuple) and any(isinstance(x, Tensor) for x in value):
                 self.replayable = False
-        self.launches.append(Launch(compiled[grid], values, holes))
+        self.launches.append(Launch(_runner(compiled, grid), values, holes))
 
     def _source(self, tensor: Tensor) -> int:
         """The number of the address that an argument is."""
@@ -183,9 +228,12 @@ class Recording(Live):
         alike = [n for n, t in self.tensors.items() if t.data_ptr() == tensor.data_ptr()]
         return alike[0] if len(alike) == 1 and tensor.numel() > 0 else None
 
-    def replay(self) -> Replay | None:
+    def prepared(self) -> Prepared | None:
         """The recorded call for other tensors; None if it does more than launch kernels."""
-        return Replay(self) if self.replayable and self.launches else None
+        if not (self.replayable and self.launches):
+            return None
+        replay = Replay(self)
+        return Prepared(replay.names, replay)
 
 
 class Replay:
@@ -195,69 +243,125 @@ class Replay:
         r = recording.request
         self.device = r.lead.device
         self.on_gpu = self.device.type == "cuda"
-        self.launches = recording.launches
-        self.held = recording.tensors  # for those that the next call does not name
-        self.names = [source for source in recording.sources if isinstance(source, str)]
-        self.aligned = [self.held[name].data_ptr() & _ALIGNED == 0 for name in self.names]
-        self.sizes = [checks.extent(self.held[name]) for name in self.names]
-        self.fresh = [kind for kind, _ in recording.fresh]
-        order = {source: n for n, source in enumerate((*self.names, *range(len(self.fresh))))}
-        places = [order[source] for source in recording.sources]
-        for launch in self.launches:
-            launch.holes[:] = [(position, places[source]) for position, source in launch.holes]
-        self.recorded = r
+        tensors, sources = recording.tensors, recording.sources
+        self.names = tuple(source for source in sources if isinstance(source, str))
+        self.aligned = [tensors[name].data_ptr() & _ALIGNED == 0 for name in self.names]
+        self.sizes = [checks.extent(tensors[name]) for name in self.names]
+        self.out = self.names.index("out") if "out" in self.names else None
+        self.given_out = r.out is not None
+        kinds = [kind for kind, _ in recording.fresh]
+        spaces = [n for n, kind in enumerate(kinds) if not isinstance(kind, str)]
+        self.spaces = [kinds[n] for n in spaces]
+        results = [n for n, kind in enumerate(kinds) if isinstance(kind, str)]
+        self.results = [kinds[n] for n in results]
+        order = {source: n for n, source in enumerate((*self.names, *results, *spaces))}
+        places = [order[source] for source in sources]
+        self.launches = [_Filled.of(launch, places, len(order)) for launch in recording.launches]
+        self.kept: dict[int, tuple[list[Tensor], list[int]]] = {}  # workspaces by stream
+        self.outputs = r.hollow()
+        self.like = self._like(r)
         self.no_lse = r.lead.new_empty(0, dtype=torch.float32)
 
-    def __call__(self, given: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    def _like(self, r: Request) -> int | None:
+        """The tensor that a fresh out is like in shape, layout and dtype."""
+        alike = r.whole and r.lead.shape == r.out_shape and r.lead.dtype == r.out_dtype
+        return self.names.index("q") if alike and r.q is r.lead and r.lead.is_contiguous() else None
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, Tensor] | None:
         """out and lse, the latter empty unless asked for; None where the call needs a closer look.
 
         That is in checked mode, on another device than the current one, for memory aligned
         otherwise, and where out may share memory with another tensor.
         """
-        device = self.device
-        if values.strict() or driver.active.get_current_device() != device.index:
+        active = driver.active
+        if values.strict() or active.get_current_device() != self.device.index:
             return None
-        tensors = [given[name] if name in given else self.held[name] for name in self.names]
         addresses = [tensor.data_ptr() for tensor in tensors]
-        for address, aligned in zip(addresses, self.aligned, strict=True):
-            if aligned and address & _ALIGNED:
-                return None
-        out, lse = given.get("out"), self.no_lse
-        if out is not None and self._meets(addresses):
+        bits = 0
+        for address in addresses:
+            bits |= address
+        if bits & _ALIGNED and self._unlike(addresses):
             return None
-        stream = driver.active.get_current_stream(device.index)
-        captured = self.on_gpu and torch.cuda.is_current_stream_capturing()
-        owner = CAPTURING if captured else stream
-        held = []
-        for kind in self.fresh:
+        if self.given_out and self._meets(addresses):
+            return None
+        out = None if self.out is None else tensors[self.out]
+        lse = self.no_lse
+        stream = active.get_current_stream(self.device.index)
+        for kind in self.results:
             if kind == "out":
-                made = out = self.recorded.new_out()
-            elif kind == "lse":
-                made = lse = self.recorded.new_lse()
+                like = self.like
+                made = self.outputs.new_out() if like is None else torch.empty_like(tensors[like])
+                out = made
             else:
-                make, size = kind
-                made = make(*size, device, owner)
-            held.append(made)  # until the launches are in the stream's queue
+                made = lse = self.outputs.new_lse()
             addresses.append(made.data_ptr())
+        held = self._spaces(stream, addresses) if self.spaces else None
         for launch in self.launches:
-            args = launch.args.copy()
-            for position, number in launch.holes:
-                args[position] = addresses[number]
-            launch.run(*args, stream=stream)
+            launch(addresses, stream)
+        del held  # until here: the launches are in the stream's queue
         assert out is not None
         return out, lse
 
+    def _spaces(self, stream: int, addresses: list[int]) -> list[Tensor]:
+        """Workspaces of the call, their addresses added; a stream's calls share them."""
+        captured = self.on_gpu and torch.cuda.is_current_stream_capturing()
+        kept = None if captured else self.kept.get(stream)
+        if kept is None:
+            owner = CAPTURING if captured else stream
+            held = [make(*size, self.device, owner) for make, size in self.spaces]
+            kept = held, [space.data_ptr() for space in held]
+            if not captured:
+                self.kept[stream] = kept
+        addresses += kept[1]
+        return kept[0]
+
+    def _unlike(self, addresses: list[int]) -> bool:
+        """Whether memory that was aligned when the kernels were compiled is not any more."""
+        pairs = zip(addresses, self.aligned, strict=True)
+        return any(aligned and address & _ALIGNED for address, aligned in pairs)
+
     def _meets(self, addresses: list[int]) -> bool:
         """Whether the caller's out lies among the bytes of another tensor."""
-        if "out" not in self.names:
+        own = self.out
+        if own is None:
             return True
-        own = self.names.index("out")
         first, last = addresses[own], addresses[own] + self.sizes[own]
         return any(
             first < address + size and address < last
             for n, (address, size) in enumerate(zip(addresses, self.sizes, strict=True))
             if n != own
         )
+
+
+class _Filled(NamedTuple):
+    """A launch whose arguments are picked from constants and a call's addresses in one step."""
+
+    run: Callable[..., None]
+    constants: list[Any]
+    boxes: list[tuple[Box, int]]  # over the address of this number
+    pick: itemgetter[Any]
+
+    @classmethod
+    def of(cls, launch: Launch, places: list[int], count: int) -> _Filled:
+        """`places` are the numbers of addresses in a call, `count` how many there are."""
+        holes = {position: places[source] for position, source in launch.holes}
+        constants = [value for n, value in enumerate(launch.args) if n not in holes]
+        numbers, first = iter(range(len(constants))), len(constants)
+        boxes: list[tuple[Box, int]] = []
+        order = []
+        for position, value in enumerate(launch.args):
+            if position not in holes:
+                order.append(next(numbers))
+            elif type(value) is Box:
+                order.append(first + count + len(boxes))
+                boxes.append((value, holes[position]))
+            else:
+                order.append(first + holes[position])
+        return cls(launch.run, constants, boxes, itemgetter(*order))
+
+    def __call__(self, addresses: list[int], stream: int) -> None:
+        over = [Box(box, addresses[number]) for box, number in self.boxes]
+        self.run(self.pick([*self.constants, *addresses, *over]), stream)
 
 
 _LIVE = Live()
@@ -269,7 +373,7 @@ def target() -> Live:
     return _target.get()
 
 
-def record(r: Request, run: Callable[[Request], object]) -> Replay | None:
+def record(r: Request, run: Callable[[Request], object]) -> Prepared | None:
     """Records what `run` would launch for a call; nothing is launched."""
     recording = Recording(r)
     token = _target.set(recording)
@@ -277,4 +381,4 @@ def record(r: Request, run: Callable[[Request], object]) -> Replay | None:
         run(r)
     finally:
         _target.reset(token)
-    return recording.replay()
+    return recording.prepared()
