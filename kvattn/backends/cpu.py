@@ -8,7 +8,7 @@ Partial results hold out as [rows, H, D] and lse as [H, rows].
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor

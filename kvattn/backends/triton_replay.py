@@ -14,19 +14,16 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
-from triton import knobs
-from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 from kvattn import checks, values
+from kvattn.backends.triton_direct import Box, Launch, prepared
 from kvattn.plan import Prepared
 from kvattn.request import NAMES, Request
 
 CAPTURING = -1  # in place of a stream
 _ALIGNED = 15  # bits of an address that kernels for 16-byte aligned memory take to be zero
-_KNOWN = triton.__version__.startswith("3.6.")  # how a compiled kernel passes on a launch
 
 
 class Workspaces:
@@ -113,50 +110,6 @@ class Live:
             kernel[grid](*args, **constants, **options)
 
 
-class Box:
-    """What TMA knows of a tensor, over an address; a kernel's launcher asks nothing else."""
-
-    def __init__(self, like: Any, address: int = 0) -> None:
-        self.shape, self.strides, self.padding = like.shape, like.strides, like.padding
-        self.address = address
-
-    @property
-    def base(self) -> Box:
-        return self
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-class Launch(NamedTuple):
-    """One launch, with holes where addresses go, or boxes over addresses."""
-
-    run: Callable[..., None]  # (arguments, stream)
-    args: list[Any]
-    holes: list[tuple[int, int]]  # (position among the arguments, number of the address)
-
-
-def _runner(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
-    """Launches a compiled kernel, without its preparations for hooks while none is set."""
-    usual = compiled[grid]
-
-    def hooked(args: Sequence[Any], stream: int) -> None:
-        usual(*args, stream=stream)
-
-    if not (_KNOWN and isinstance(compiled, CompiledKernel)):
-        return hooked
-    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
-    hooks = knobs.runtime
-
-    def direct(args: Sequence[Any], stream: int) -> None:
-        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-            hooked(args, stream)
-        else:
-            run(*grid, stream, function, packed, None, None, None, *args)
-
-    return direct
-
-
 class Recording(Live):
     """Takes the place of `Live` for one call: compiles its kernels and notes their arguments."""
 
@@ -206,7 +159,7 @@ class Recording(Live):
                 values[position] = Box(value)
             elif isinstance(value, tuple) and any(isinstance(x, Tensor) for x in value):
                 self.replayable = False
-        self.launches.append(Launch(_runner(compiled, grid), values, holes))
+        self.launches.append(prepared(compiled, grid, values, holes))
 
     def _source(self, tensor: Tensor) -> int:
         """The number of the address that an argument is."""
@@ -336,7 +289,7 @@ class Replay:
 class _Filled(NamedTuple):
     """A launch whose arguments are picked from constants and a call's addresses in one step."""
 
-    run: Callable[..., None]
+    run: Callable[[Sequence[Any], int], None]
     constants: list[Any]
     boxes: list[tuple[Box, int]]  # over the address of this number
     pick: itemgetter[Any]
@@ -352,7 +305,7 @@ class _Filled(NamedTuple):
         for position, value in enumerate(launch.args):
             if position not in holes:
                 order.append(next(numbers))
-            elif type(value) is Box:
+            elif isinstance(value, Box):
                 order.append(first + count + len(boxes))
                 boxes.append((value, holes[position]))
             else:
@@ -360,7 +313,7 @@ class _Filled(NamedTuple):
         return cls(launch.run, constants, boxes, itemgetter(*order))
 
     def __call__(self, addresses: list[int], stream: int) -> None:
-        over = [Box(box, addresses[number]) for box, number in self.boxes]
+        over = [box.over(addresses[number]) for box, number in self.boxes]
         self.run(self.pick([*self.constants, *addresses, *over]), stream)
 
 
