@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+RUNS = "runs"  # the only shared linear layout
 LINE = 64  # 16-bit elements of a swizzled line: wider tiles lie in memory column block by block
 DEADLOCK = 30.0  # seconds
 _lock = threading.RLock()
@@ -199,24 +200,28 @@ class Tile:
         return cls(blocks)
 
     def index(self, i: Any) -> Tile:
-        return Tile(self.blocks[_raw(i)])
+        return type(self)(self.blocks[_raw(i)])
 
     def reshape(self, shape: Sequence[int]) -> Tile:
         assert list(shape) == list(self.matrix().shape)
         return self
 
     def permute(self, order: Sequence[int]) -> Tile:
-        return Tile(self.blocks, not self.turned)
+        return type(self)(self.blocks, not self.turned)
 
     def slice(self, start: int, length: int, dim: int) -> Tile:
         assert dim == 0
         return Tile(self.blocks[:, start : start + length])
 
     def reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Tile:
+        if len(shape) == 4:  # of a box
+            shape = [shape[0] * shape[1] * shape[2], shape[3]]
         *lead, rows, columns = shape
         flat = self.blocks.reshape(-1)
         assert flat.data_ptr() == self.blocks.data_ptr(), "not one piece of memory"
         size = rows * columns * (lead[0] if lead else 1)
+        if layout == RUNS:
+            return Runs(flat[:size].view(*lead, rows // 8, columns // LINE, 8, LINE))
         return Tile(flat[:size].view(*lead, columns // LINE, rows, LINE))
 
     def matrix(self) -> Tensor:
@@ -230,6 +235,22 @@ class Tile:
     def store(self, value: Value) -> None:
         rows, columns = value.data.shape
         self.blocks.copy_(value.data.view(rows, columns // LINE, LINE).transpose(0, 1))
+
+
+class Runs(Tile):
+    """The same in another order: [..., runs of 8 rows, column blocks, 8, LINE]."""
+
+    def slice(self, start: int, length: int, dim: int) -> Tile:
+        assert dim == start % 8 == length % 8 == 0
+        return Runs(self.blocks[start // 8 : (start + length) // 8])
+
+    def matrix(self) -> Tensor:
+        whole = self.blocks.transpose(1, 2).flatten(2).flatten(0, 1)
+        return whole.T if self.turned else whole
+
+    def store(self, value: Value) -> None:
+        runs, blocks, rows, line = self.blocks.shape
+        self.blocks.copy_(value.data.view(runs, rows, blocks, line).transpose(1, 2))
 
 
 class Descriptor:
@@ -262,6 +283,16 @@ class Descriptor:
         if all(s.stop > s.start for s in source):
             filled[tuple(target)] = view[tuple(source)]
         return filled.flatten(0, -2)
+
+    def write(self, corner: Sequence[int], rows: Tensor) -> None:
+        """What of the box lies within the tensor."""
+        view = torch.as_strided(self.base, self.shape, self.strides)
+        source, target = [], []
+        for at, n, size in zip(corner, self.box, self.shape, strict=True):
+            assert at >= 0
+            target.append(slice(at, min(at + n, size)))
+            source.append(slice(0, max(min(at + n, size) - at, 0)))
+        view[tuple(target)] = rows.reshape(self.box)[tuple(source)]
 
 
 class InFlight:
@@ -363,6 +394,11 @@ def load_box(descriptor: Descriptor, corner: Sequence[Any], bar: Bar, tile: Tile
     with _lock:
         tile.blocks.fill_(float("nan"))
         _program.copies.append(land)
+
+
+def store_box(descriptor: Descriptor, corner: Sequence[Any], tile: Tile) -> None:
+    with _lock:
+        descriptor.write([_number(x) for x in corner], tile.matrix())
 
 
 def warpgroup_mma(
@@ -538,6 +574,7 @@ def language() -> ModuleType:
     for name in ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout"):
         setattr(gl, name, _layout)
     gl.NVMMASharedLayout = gl.SwizzledSharedLayout = _layout
+    gl.SharedLinearLayout = lambda *_: RUNS
     gl.static_range = range
     gl.to_tensor = Value
     gl.program_id = lambda axis: Value(_program.number)
@@ -567,10 +604,11 @@ def compat() -> ModuleType:
     """In the place of `kvattn.kernels.hopper.compat`."""
     module: Any = ModuleType("kvattn.kernels.hopper.compat")
     module.gl = language()
-    module.gluon = SimpleNamespace(jit=_jit)
+    module.gluon = SimpleNamespace(jit=_jit, constexpr_function=lambda function: function)
     module.mbarrier, module.async_copy, module.load_box = mbarrier, async_copy, load_box
     module.warpgroup_mma, module.warpgroup_mma_wait = warpgroup_mma, warpgroup_mma_wait
     module.fence_async_shared = lambda: None
+    module.store_box, module.store_wait = store_box, lambda pending: None
     module.reinterpret = Tile.reinterpret
     module.TensorDescriptor = Descriptor
     return module

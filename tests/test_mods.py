@@ -320,6 +320,15 @@ def test_rows_of_a_bias_are_read_in_vectors() -> None:
     assert "(x3 < 1024)" in function.source
 
 
+@compiled
+@pytest.mark.parametrize("architecture", [80, 90, 120])
+def test_elements_for_every_score_are_read_where_they_are_needed(architecture: int) -> None:
+    """By an instruction that Triton does not stage through shared memory."""
+    text = ptx(cases.SCORES["relative-table"], False, architecture)
+    assert "@inside ld.global.nc.b32" in text
+    assert "@inside" not in ptx(lambda s, b, h, q, k: s + cases.BIAS[b, h, q, k], False, 90)
+
+
 def test_offsets_beyond_31_bits() -> None:
     small, large = (torch.empty(3, 2**n, device="meta") for n in (29, 30))
     for table, width in ((small, "tl.int32) * 5"), (large, "tl.int64) * 1")):

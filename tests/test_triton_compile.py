@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from cases import BF16, E4M3, F32
 
 from kvattn.request import Request
@@ -21,7 +22,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from kvattn.backends import triton as backend  # noqa: E402
-from kvattn.backends import triton_launch, triton_replay  # noqa: E402
+from kvattn.backends import triton_decode, triton_launch, triton_replay  # noqa: E402
 
 
 class Target(NamedTuple):
@@ -41,12 +42,20 @@ STEP = Case(batch=8, lengths=40, capacity=4096, page_size=16, new=1, rotary=128,
             heads=32, kv_heads=8, causal=True, dtype=BF16)  # fmt: skip
 PREFILL = Case(batch=1, seqlen_q=600, lengths=600, capacity=608, page_size=16, dim=128,
                heads=8, kv_heads=2, causal=True, dtype=BF16)  # fmt: skip
+DENSE = replace(PREFILL, heads=16, kv_heads=16, page_size=None)
+TABLE = torch.zeros(16, 1200)
 MAIN = {
     "decode": STEP,
     "decode, pages of 64": replace(STEP, page_size=64),
     "decode, D 64, window, sinks": replace(STEP, dim=64, rotary=64, window=(127, 0), sinks=BF16),
     "prefill": PREFILL,
     "prefill, D 64": replace(PREFILL, dim=64),
+    "prefill, dense": DENSE,
+    "prefill, ragged": replace(DENSE, batch=3, seqlen_q=(600, 20, 300), lengths=(600, 80, 300)),
+    "prefill, pages of 64": replace(DENSE, page_size=64, capacity=640),
+    "prefill, window": replace(DENSE, window=(127, 0), sinks=BF16),
+    "prefill, softcap": replace(DENSE, softcap=30.0),
+    "prefill, table": replace(DENSE, score_mod=lambda s, b, h, q, k: s + TABLE[h, q - k + 600]),
 }
 OTHERS = {
     "decode, fp8": replace(STEP, cache_dtype=E4M3, descale="heads"),
@@ -98,6 +107,7 @@ def compiled(case: Case, target: Target, patch: pytest.MonkeyPatch) -> list[Any]
     patch.setattr(triton_launch, "shared_memory", lambda device: target.shared)
     patch.setattr(triton_launch, "warpgroups", lambda device: target.capability == 90)
     patch.setattr(triton_launch, "processors", lambda device: target.processors)
+    patch.setattr(triton_decode, "launches_early", lambda device: target.capability >= 90)
     compiling = Compiling()
     token = triton_replay._target.set(compiling)
     try:
@@ -126,9 +136,26 @@ def test_main_variants_spill_nothing(
 ) -> None:
     for kernel in compiled(case, target, monkeypatch):
         assert kernel.metadata.shared <= target.shared
-        spilled = re.findall(r"(\d+) bytes spill", ptxas(kernel, target.capability, tmp_path))
+        log = ptxas(kernel, target.capability, tmp_path)
+        spilled = re.findall(r"(\d+) bytes spill", log)
         assert spilled and set(spilled) == {"0"}
+        assert "C7515" not in log, "a product waits for the one before it"
     assert re.search(target.matrix, kernel.asm["ptx"])
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_decode_starts_early_where_the_gpu_can(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (kernel,) = compiled(STEP, target, monkeypatch)
+    can = target.capability >= 90
+    ptx = kernel.asm["ptx"].replace("ld.param", "")
+    assert kernel.metadata.launch_pdl == can
+    assert ("griddepcontrol.launch_dependents" in ptx) == ("griddepcontrol.wait" in ptx) == can
+    if can:  # nothing is read or written before the kernel in front has ended
+        assert not re.search(r"\b(ld|st|atom|cp)\.", ptx.split("griddepcontrol.wait")[0])
+    (alone,) = compiled(replace(STEP, batch=1), target, monkeypatch)
+    assert not alone.metadata.launch_pdl
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)

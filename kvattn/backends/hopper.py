@@ -8,7 +8,8 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from kvattn.plan import Plan
+from kvattn.backends import hopper_decode as few
+from kvattn.plan import Plan, Prepared
 from kvattn.request import Facts, Request
 
 name = "hopper"
@@ -60,7 +61,13 @@ def call_refuses(facts: Facts) -> str | None:
         return "calls with mods or block-sparse tensors are left to the triton backend"
     if facts.option("batch_invariant"):
         return "batch_invariant holds between prefill and decode, so the triton backend does both"
-    return _tensors_refuse(facts) or _shapes_refuse(facts) or _rows_refuse(facts)
+    return _tensors_refuse(facts) or _few_or_many_refuse(facts)
+
+
+def _few_or_many_refuse(facts: Facts) -> str | None:
+    """Decode takes the call, or prefill does; for few rows decode says why not."""
+    reason = few.refuses(facts)
+    return reason and (_shapes_refuse(facts) or _rows_refuse(facts, reason))
 
 
 def _tensors_refuse(facts: Facts) -> str | None:
@@ -106,7 +113,7 @@ def _slots(facts: Facts) -> tuple[int, int, int, int]:
     return (1, *shape) if len(shape) == 3 else shape  # type: ignore[return-value]
 
 
-def _rows_refuse(facts: Facts) -> str | None:
+def _rows_refuse(facts: Facts, few_rows: str) -> str | None:
     """Few rows are no error, so a call that names this backend is taken anyway."""
     if facts.option("backend") == name or facts.batch == 0:
         return None
@@ -114,7 +121,7 @@ def _rows_refuse(facts: Facts) -> str | None:
     tokens = q[1] if len(q) == 4 else q[0] // facts.batch
     rows = tokens * q[-2] // _slots(facts)[2]
     if rows < _ROWS:
-        return f"{rows} query rows for each kv head are decode, which the triton backend does"
+        return few_rows
     programs = -(-rows // 128) * _slots(facts)[2] * facts.batch
     if programs < _PROGRAMS and _capacity(facts) > _LONG:
         return f"{programs} row tiles leave processors idle; the triton backend splits the keys"
@@ -128,22 +135,31 @@ def _capacity(facts: Facts) -> int:
 
 
 def kernel(facts: Facts) -> str:
+    if few.refuses(facts) is None:
+        return few.kernel(facts)
     layout = "paged" if facts.has("page_table") else "dense"
     before = "append kernel, then " if facts.has("k") else ""
     before += "rotated queries, then " if facts.has("rotary_cos") else ""
     return f"{before}warp-specialised prefill kernel over {layout} keys"
 
 
-def run(r: Request, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Appends the new tokens, rotates the query, attends."""
+def run(r: Request, plan: Plan | None = None) -> tuple[Tensor, Tensor]:
+    """Appends the new tokens, rotates the query, attends: in one launch if rows are few."""
+    from kvattn.backends import hopper_decode_launch as decode
     from kvattn.backends import hopper_launch, triton_launch
+    from kvattn.backends.triton_replay import target
 
+    if few.refuses(r.facts) is None:
+        return decode.run(r)
     if r.k is not None:
         triton_launch.append(r)
-    out, lse = r.outputs()
+    out, lse = target().outputs(r)
     hopper_launch.attend(r, out, lse)
     return out, lse
 
 
-def prepare(r: Request) -> None:
-    """Every call is made from the beginning."""
+def prepare(r: Request) -> Prepared | None:
+    """The launches of a call, recorded; rotated queries are made anew in every call."""
+    from kvattn.backends import triton_replay
+
+    return triton_replay.record(r, run)

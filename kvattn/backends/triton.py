@@ -43,6 +43,7 @@ def run(r: Request, plan: Plan | None = None) -> tuple[Tensor, Tensor] | None:
     """Appends the new tokens, then attends. Returns (out, lse), or None for an append alone."""
     from kvattn.backends import triton_decode as few
     from kvattn.backends import triton_launch as launch
+    from kvattn.backends import triton_prefill as many
     from kvattn.backends.triton_replay import target
 
     if (r.score_mod is not None or r.mask_mod is not None) and values.readable(r.pool):
@@ -56,6 +57,8 @@ def run(r: Request, plan: Plan | None = None) -> tuple[Tensor, Tensor] | None:
     out, lse = target().outputs(r)
     if decode:
         few.decode(r, out, lse)
+    elif many.takes(r):
+        many.attend(r, out, lse)
     else:
         launch.attend(r, out, lse)
     return out, lse

@@ -128,7 +128,7 @@ def append(r: Request) -> None:
     target().launch(_append, (tokens * heads,), arguments, constants, **options)
 
 
-def _halves(d: int) -> tuple[int, int]:
+def halves(d: int) -> tuple[int, int]:
     """A head dim as one or two powers of two that waste little: 80 = 64 + 16, 576 = 512 + 64."""
     whole = pow2(d)
     if whole <= 64 or 4 * d > 3 * whole:
@@ -265,12 +265,12 @@ def attend(r: Request, out: Tensor, lse: Tensor) -> None:
     tiles = -(-total * group // bm)
     all_tiles = total * group // bm + r.batch if ragged else tiles * r.batch
     reach = r.capacity if r.window[0] is None else min(r.capacity, r.window[0] + longest + bn)
-    splits, leaf = _splits(r, all_tiles * heads, reach, bn), 0
+    splits, leaf = splits_of(r, all_tiles * heads, reach, bn), 0
     if r.batch_invariant:
         splits, leaf = max(1, -(-r.capacity // _LEAF)), _LEAF
     q, qv = unit(r.q), unit(r.qv)
     d = lead.shape[-1] if r.q is not None else 16
-    (da, db), (va, vb) = _halves(d), _halves(r.pool.shape[-1])
+    (da, db), (va, vb) = halves(d), halves(r.pool.shape[-1])
     split = splits > 1 or leaf > 0
     mr = min(bm, triton.next_power_of_2(group * (1 if ragged else total)))
     if r.batch_invariant:
@@ -344,7 +344,7 @@ def attend(r: Request, out: Tensor, lse: Tensor) -> None:
     target().launch(_attention, grid, arguments, constants, **options)
 
 
-def _splits(r: Request, programs: int, reach: int, bn: int) -> int:
+def splits_of(r: Request, programs: int, reach: int, bn: int) -> int:
     """Shares of the keys: about a program for every processor, at least a tile of keys each."""
     most = max(1, -(-reach // bn))
     if r.num_splits > 0:

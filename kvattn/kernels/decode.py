@@ -164,12 +164,15 @@ def decode(
     SCALING: tl.constexpr, V_SCALING: tl.constexpr,
     R: tl.constexpr, TILES: tl.constexpr, W: tl.constexpr, NK: tl.constexpr,
     BATCH: tl.constexpr, LEAF: tl.constexpr, SPREAD: tl.constexpr,
-    MR: tl.constexpr, SPAN: tl.constexpr, NATIVE: tl.constexpr,
+    MR: tl.constexpr, SPAN: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: slots * TILES * HEADS, heads fastest. R packed rows a program, W warps of NK keys.
 
     TILES is 1 for ragged queries, whose row tiles are told apart by slots.
     """
+    if PDL:  # the next kernel may start; nothing is read before the last one has ended
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     BN: tl.constexpr = W * NK
     program = tl.program_id(0)
     head = (program % HEADS).to(tl.int64)

@@ -6,8 +6,51 @@ int32, int64, fp32 or fp64; relative errors are below 1e-6 in fp32 unless a func
 
 from __future__ import annotations
 
+import os
+
+import torch
 import triton
 import triton.language as tl
+
+_PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1" and torch.version.hip is None)
+_READ = tl.constexpr("""{
+    .reg .pred inside;
+    setp.ne.b32 inside, $2, 0;
+    mov.b32 $0, 0;
+    @inside ld.global.nc.b32 $0, [$1];
+}""")
+
+
+@triton.constexpr_function
+def _for_scores(at):
+    return len(at.shape) == 2 and min(map(int, at.shape)) > 1
+
+
+@triton.jit
+def fetch(at, inside):
+    """The elements at addresses that are `inside` a captured tensor, 0 for the others.
+
+    A load for every score is an instruction of its own: Triton would give it another layout than
+    the scores', and stage it through shared memory four bytes at a time.
+    """
+    WORDS: tl.constexpr = at.dtype.element_ty.primitive_bitwidth == 32
+    if _PTX and WORDS and _for_scores(at):
+        return tl.inline_asm_elementwise(
+            _READ, "=r,l,r", [at.to(tl.int64), inside.to(tl.int32)],
+            dtype=at.dtype.element_ty, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.load(at, mask=inside, other=0)
+
+
+@triton.jit
+def wrapped(i, n):
+    """An index that may count from the end; what is neither stays outside of 0..n."""
+    if i.dtype == tl.int32:
+        back = (i + n).to(tl.int32).to(tl.uint32, bitcast=True)
+        return tl.minimum(i.to(tl.uint32, bitcast=True), back).to(tl.int32, bitcast=True)
+    else:
+        return tl.where(i < 0, i + n, i)
 
 
 @triton.jit

@@ -84,6 +84,7 @@ class Body:
         self.argument = argument  # score_mod or mask_mod: the name for errors
         self.lines: list[str] = []
         self.indices: set[Node] = set()  # the mod's arguments other than the score
+        self.key = ""  # the name of the key's index
         self.fixed = False  # the text holds for these sizes of captured tensors only
         self._names = (f"x{i}" for i in itertools.count())
 
@@ -138,7 +139,10 @@ class Body:
             ]
             place = " + ".join([f"aux[{slot}]", *steps])
             guard = " & ".join(i.guard for i in index if i.guard)
-            read = f"tl.load({place}{guard and f', mask={guard}, other=0'})"
+            if guard and self.key not in [i.code for i in index]:
+                read = f"math.fetch({place}, {guard})"
+            else:  # neighbours in memory are read in vectors
+                read = f"tl.load({place}{guard and f', mask={guard}, other=0'})"
             if dtype in _WIDE:
                 read = f"tl.cast({read}, {TYPES[_WIDE[dtype]]})"
             return Value(self.write(read), dtype, natural=dtype in (torch.bool, torch.uint8))
@@ -160,7 +164,8 @@ class Body:
 
     def _spot(self, i: Value, size: str) -> Spot:
         if not i.natural:
-            i = self.let(f"tl.where({i.code} < 0, {i.code} + {size}, {i.code})", i.dtype)
+            code = i.code if i.literal is None else f"tl.full([], {i.code}, {TYPES[i.dtype]})"
+            i = self.let(f"math.wrapped({code}, {size})", i.dtype)
         # Both sides even of natural indices: they may have overflowed, or belong to no query.
         return Spot(i.code, i.dtype, f"({i.code} >= 0) & ({i.code} < {size})")
 

@@ -66,7 +66,10 @@ def _input(body: Body, name: str, node: Node) -> Operand:
     if name == "score":
         return Value(name, dtype, smooth=True)
     body.indices.add(node)
-    return noted(body.let(f"tl.cast({name}, tl.int32)", dtype, natural=True), node)
+    index = body.let(f"tl.cast({name}, tl.int32)", dtype, natural=True)
+    if name == "k":
+        body.key = index.code
+    return noted(index, node)
 
 
 def _result(body: Body, env: Mapping[Node, Operand], result: Any) -> str:

@@ -2,6 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
@@ -26,6 +27,7 @@ __all__ = [
     "gluon",
     "load_box",
     "mbarrier",
+    "mma_v2",
     "reinterpret",
     "warpgroup_mma",
     "warpgroup_mma_wait",

@@ -1,0 +1,44 @@
+"""Which calls the Hopper backend decodes: few query rows over a long cache, from facts alone."""
+
+from __future__ import annotations
+
+from kvattn.request import Facts
+
+ROWS = 32  # packed query rows of a sequence at most
+BATCH = 512  # sequences whose lengths one program adds up
+_LINES = 8  # slots of a page that a copy brings at least
+_DIMS = (64, 128)
+_ELSEWHERE = (
+    *(("cu_seqlens_q", "ragged queries"), ("cu_seqlens_k", "ragged keys")),
+    *(("cu_seqlens_k_new", "ragged new tokens"), ("seqused_q", "seqused_q")),
+    *(("cache_leftpad", "left padding"), ("alibi_slopes", "ALiBi slopes")),
+    *(("slot_mapping", "a slot mapping"),),
+)
+
+
+def refuses(facts: Facts) -> str | None:
+    """Why the decode kernel cannot take a call whose tensors suit TMA, or None."""
+    for tensor, words in _ELSEWHERE:
+        if facts.has(tensor):
+            return f"decode with {words} is left to the triton backend"
+    if facts.option("attention_chunk") > 0:
+        return "decode with attention chunks is left to the triton backend"
+    _, tokens, heads, dim = facts.tensor("q").shape
+    _, size, kv_heads, dim_v = facts.tensor("v_cache").shape
+    if dim not in _DIMS or dim_v not in _DIMS:
+        return f"decode with head dims {dim} and {dim_v} is left to the triton backend"
+    if tokens * heads // kv_heads > ROWS:
+        return f"{tokens * heads // kv_heads} query rows for each kv head are more than {ROWS}"
+    if facts.batch > BATCH:
+        return f"decode of {facts.batch} sequences is left to the triton backend"
+    if facts.has("page_table") and size % _LINES:
+        return f"decode over pages of {size} slots is left to the triton backend"
+    if facts.option("backend") != "hopper":
+        return "decode is left to the triton backend unless this one is named"
+    return None
+
+
+def kernel(facts: Facts) -> str:
+    layout = "paged" if facts.has("page_table") else "dense"
+    before = "new tokens stored on the way, " if facts.has("k") else ""
+    return f"decode kernel with a copying warp over {layout} keys, {before}shares merged at the end"

@@ -1,0 +1,186 @@
+"""Few query rows over a long cache on a Hopper GPU: which calls, their tiles, their launch."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+from torch import Tensor
+
+from kvattn.backends import triton_decode, triton_launch
+from kvattn.backends.triton_replay import target
+from kvattn.kernels.hopper import decode as kernel
+from kvattn.kernels.hopper.compat import TensorDescriptor, gl
+from kvattn.kernels.hopper.decode_parts import Form
+from kvattn.request import Request
+
+_LOG2E = math.log2(math.e)
+_LINE = 64  # elements of 128 bytes, the unit that shared memory is swizzled by
+_REGISTERS = 40  # of the copying warp
+_RING = 192 << 10  # bytes of shared memory for tiles
+_MOST = 248  # of an attending one
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Tiles and shares of a launch."""
+
+    rows: int  # packed query rows of a program
+    row_tiles: int
+    keys: int  # of a warp
+    stages: int
+    each: int  # runs of tiles for each sequence, if their lengths are alike
+    parts: int  # runs for all of them, if not
+    programs: int  # of a processor
+    box: int  # keys of a copy
+    overlap: bool = True
+
+    def slots(self, batch: int) -> int:
+        """Runs that there may be."""
+        return max(self.each * batch, self.parts)
+
+
+def tiling(r: Request) -> Tiling:
+    s = triton_decode.shape_of(r)
+    rows = next(n for n in (8, 16, 32) if n >= min(s.rows, 32))
+    row_tiles = -(-s.rows // rows)
+    keys, programs = 16, 1 if rows > 8 or s.dims > 256 else 2
+    stages = min(6, _RING // programs // (4 * keys * s.dims * s.width))
+    if rows > 16:
+        stages = min(stages, 4)
+    programs_each = s.heads * row_tiles
+    most = max(1, -(-s.capacity // (4 * keys)))
+    parts = max(1, s.processors * programs // programs_each)
+    if s.splits > 0:
+        each = s.splits
+    elif s.batch == 1:
+        each = max(1, s.processors // programs_each)
+    else:
+        each = triton_decode._each(s.batch * programs_each, s.processors * programs)
+    each, parts = min(each, most), min(parts if s.batch > 1 else each, s.batch * most)
+    # small boxes: both halves of a row are read at about the same time
+    box = 8 if r.paged and r.page_size % 16 else 16
+    return Tiling(rows, row_tiles, keys, stages, each, parts, programs, box)
+
+
+@functools.cache
+def _tiles(keys: int, dim: int, box: int) -> Any:
+    """The layout [4, keys, dim] of a tile that was copied in boxes of `box` keys.
+
+    A box holds blocks of 64 channels one after the other, whose lines are swizzled by 128 bytes.
+    """
+    bases = [[0, 0, 1 << i] for i in range(6)]
+    key = 1
+    while key < box:
+        bases.append([key // keys, key % keys, 8 * key if key < 8 else 0])
+        key *= 2
+    bases += [[0, 0, 1 << i] for i in range(6, dim.bit_length() - 1)]
+    while key < 4 * keys:
+        bases.append([key // keys, key % keys, 0])
+        key *= 2
+    return gl.SharedLinearLayout(bases, [], 1024)
+
+
+def _box(cache: Tensor, rows: int, dim: int) -> Any:
+    """[row or page, kv head, block of channels, slot, channel]."""
+    n, slots, heads, width = cache.shape
+    b, s, h, _ = cache.stride()
+    shape = [n, heads, width // _LINE, slots, _LINE]
+    spare = -(-width // 8) * 8
+    steps = [x if size > 1 else spare for size, x in zip(shape, (b, h, _LINE, s), strict=False)]
+    box = [1, 1, dim // _LINE, rows, _LINE]
+    return TensorDescriptor(cache, shape, [*steps, 1], box, gl.NVMMASharedLayout(128, 16, rank=5))
+
+
+def _steps(x: Tensor | None) -> tuple[int, ...]:
+    return (0, 0, 0) if x is None else x.stride()[:3]
+
+
+def _form(r: Request, t: Tiling) -> Form:
+    left, right = r.window
+    dim, dim_v = r.lead.shape[-1], r.pool.shape[-1]
+    d, dv = triton.next_power_of_2(dim), triton.next_power_of_2(dim_v)
+    new = r.k.shape[1] if r.k is not None and _appends(r) else 0
+    mr = min(t.rows, triton.next_power_of_2(r.lead.shape[1] * r.heads // r.kv_heads))
+    return Form(
+        D=d, DV=dv, DIM=dim, DIM_V=dim_v, HEADS=r.kv_heads, GROUP=r.heads // r.kv_heads,
+        R=t.rows, TILES=t.row_tiles, WK=4, WR=max(1, t.rows // 16), NK=t.keys, STAGES=t.stages,
+        BOX=t.box, PAGE=r.page_size if r.paged else 0,
+        BATCH=triton.next_power_of_2(r.batch),
+        NEW=triton.next_power_of_2(new) if new else 0,
+        HALF=0 if r.rotary_cos is None else r.rotary_cos.shape[1],
+        INTERLEAVED=r.rotary_interleaved, ADVANCE=int(r.local),
+        LEFT=left is not None, RIGHT=right is not None, CAPPED=r.softcap > 0,
+        MR=mr, SPAN=max(1, 64 * max(1, t.rows // 16) // max(4, mr) // max(1, dv // 128)),
+        OVERLAP=t.overlap,
+        k_layout=_tiles(t.keys, d, t.box), v_layout=_tiles(t.keys, dv, t.box),
+    )  # fmt: skip
+
+
+def run(r: Request) -> tuple[Tensor, Tensor]:
+    """The new tokens in a launch of their own only where the decode kernel cannot store them."""
+    if any(x.data_ptr() % 16 for x in (r.k_cache, r.pool) if x is not None):
+        return _unaligned(r)
+    if r.k is not None and not _appends(r):
+        triton_launch.append(r)
+    out, lse = target().outputs(r)
+    if r.batch > 0 and r.lead.numel() > 0:
+        decode(r, out, lse)
+    return out, lse
+
+
+def _unaligned(r: Request) -> tuple[Tensor, Tensor]:
+    """Facts do not show addresses, and TMA asks for multiples of 16 bytes."""
+    from kvattn.backends import triton
+
+    found = triton.run(r)
+    assert found is not None
+    return found
+
+
+def _appends(r: Request) -> bool:
+    """Whether the kernel stores the new tokens itself, which it does as they are."""
+    if r.k is None or r.v is None or r.k_cache is None:
+        return False
+    same = r.k.dtype == r.k_cache.dtype and r.v.dtype == r.pool.dtype
+    return same and triton_decode.appends(r)
+
+
+def decode(r: Request, out: Tensor, lse: Tensor, t: Tiling | None = None) -> None:
+    """One launch: new tokens stored, attention, merge."""
+    t = t or tiling(r)
+    form = _form(r, t)
+    q, k_cache = triton_launch.unit(r.q), r.k_cache
+    assert q is not None and k_cache is not None
+    device = r.lead.device
+    slots = t.slots(r.batch)
+    programs = slots * t.row_tiles * r.kv_heads
+    part = stats = count = None
+    if slots > 1:
+        part = target().scratch("part", 2 * programs * t.rows * form.DV, device)
+        stats = target().scratch("stats", 4 * programs * t.rows, device)
+        count = target().counters(programs, device)
+    k, v = (triton_launch.unit(r.k), triton_launch.unit(r.v)) if form.NEW else (None, None)
+    left, right = r.window
+    table_stride, lines, blocks, _ = triton_launch.table(r)
+    args = (
+        _box(k_cache, form.BOX, form.D), _box(r.pool, form.BOX, form.DV), q, k_cache, r.pool, out,
+        lse if r.return_lse else None, part, stats, count, k, v,
+        r.cache_seqlens, r.cache_batch_idx, r.page_table, triton_launch.rotary(r.rotary_cos),
+        triton_launch.rotary(r.rotary_sin), r.rotary_seqlens, r.sinks,
+        q.stride()[:3], triton_launch.strides(k_cache), triton_launch.strides(r.pool),
+        out.stride()[:3], lse.stride(), *map(_steps, (k, v)),
+        table_stride, r.batch, t.each, t.parts, slots, q.shape[1], triton_launch.fresh(r),
+        r.capacity, lines, blocks, 0 if r.rotary_cos is None else r.rotary_cos.shape[0],
+        r.softmax_scale * (1.0 if r.softcap > 0 else _LOG2E), r.softcap, left or 0, right or 0,
+    )  # fmt: skip
+    options = {"launch_pdl": True} if t.overlap else {}
+    threads, most = 32 * (form.WARPS + 4), (_MOST * form.WARPS + 4 * _REGISTERS) // (form.WARPS + 4)
+    registers = min(65536 // (t.programs * threads), most) // 8 * 8
+    target().launch(
+        kernel.decode, (programs,), args, {"form": form, "REGISTERS": _REGISTERS},
+        num_warps=form.WARPS, maxnreg=registers, **options,
+    )  # fmt: skip

@@ -1,0 +1,97 @@
+"""The copying warp of the decode kernel: it keeps a ring of tiles of K and V full."""
+
+from kvattn.kernels.hopper.compat import gl, gluon, load_box, mbarrier
+from kvattn.kernels.hopper.decode_parts import after_previous_kernel
+from kvattn.kernels.hopper.decode_shares import after, key_of, run_of, share_of
+from kvattn.kernels.hopper.parts import slot_of
+
+_LANES = gl.constexpr(32)
+
+
+@gluon.jit
+def _pages(tile, lane, share, at, form: gl.constexpr):
+    """What the table says of the boxes of the next tiles, one a lane; -1 where nothing is seen.
+
+    Nobody looks at the numbers here, so that nobody waits for them either.
+    """
+    BOXES: gl.constexpr = form.BN // form.BOX
+    key = key_of(share, tile + lane // BOXES, form) + lane % BOXES * form.BOX
+    there = (key >= 0) & (key < share.high)
+    if form.PAGE > 0:
+        line = at.PAGES + share.line * at.table_stride
+        return gl.load(line + key // form.PAGE, mask=there, other=-1)
+    else:
+        return gl.where(there, share.line.to(gl.int32), -1)
+
+
+@gluon.jit
+def _copy_share(k, v, ring, share, done, lane, at, form: gl.constexpr):
+    """All tiles of a share; `done` tiles went through the ring before."""
+    BOXES: gl.constexpr = form.BN // form.BOX
+    AHEAD: gl.constexpr = _LANES // BOXES  # tiles whose pages are loaded together
+    BYTES: gl.constexpr = BOXES * (k.block_type.nbytes + v.block_type.nbytes)
+    tile = gl.to_tensor(0)
+    pages = _pages(tile, lane, share, at, form)
+    while tile < share.count:
+        coming = _pages(tile + AHEAD, lane, share, at, form)
+        for i in range(gl.minimum(share.count - tile, AHEAD)):
+            slot, turn = slot_of(done + tile + i, form.STAGES)
+            key = key_of(share, tile + i, form)
+            mbarrier.wait(ring.empty.index(slot), turn ^ 1)
+            mbarrier.expect(ring.full.index(slot), BYTES)
+            found = ()
+            for j in gl.static_range(BOXES):
+                page = gl.sum(gl.where(lane == i * BOXES + j, pages, 0), 0)
+                page = gl.where((page >= 0) & (page < at.blocks), page, at.blocks)
+                found = found + (page,)  # noqa: RUF005
+                load_box(k, [page, share.head, 0, _spot(key + j * form.BOX, form), 0],
+                         ring.full.index(slot), ring.k.index(slot * BOXES + j))  # fmt: skip
+            for j in gl.static_range(BOXES):
+                load_box(v, [found[j], share.head, 0, _spot(key + j * form.BOX, form), 0],
+                         ring.full.index(slot), ring.v.index(slot * BOXES + j))  # fmt: skip
+        pages = coming
+        tile += AHEAD
+
+
+@gluon.jit
+def _spot(key, form: gl.constexpr):
+    """Where a key lies in its page or cache row."""
+    if form.PAGE > 0:
+        return key % form.PAGE
+    else:
+        return key
+
+
+@gluon.jit
+def _touch(lane, at, form: gl.constexpr):
+    """Calls for the page numbers that are wanted if sequences are alike and not long.
+
+    Lengths are on their way meanwhile; pages are known sooner if they have arrived as well.
+    """
+    LINE: gl.constexpr = 32  # entries that come together
+    group = gl.program_id(0) // (form.HEADS * form.TILES)
+    b = group * 0
+    if form.BATCH > 1:
+        b = group * at.batch // at.slots
+    last = (at.capacity - 1) // form.PAGE
+    entry = at.PAGES + b.to(gl.int64) * at.table_stride + gl.minimum(lane % 8 * LINE, last)
+    gl.inline_asm_elementwise(
+        "prefetch.global.L1 [$1];\n\tmov.u32 $0, 0;", "=r,l", [entry.to(gl.int64, bitcast=True)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def copy(k, v, ring, at, mask, form: gl.constexpr):
+    after_previous_kernel(form.OVERLAP)
+    LANES: gl.constexpr = gl.BlockedLayout([1], [_LANES], [1], [0])
+    lane = gl.arange(0, _LANES, layout=LANES)
+    if form.PAGE > 0:
+        _touch(lane, at, form)
+    run = run_of(at, mask, 1, form)
+    done = gl.to_tensor(0)
+    while run.at < run.end:
+        share = share_of(run, at, mask, form)
+        _copy_share(k, v, ring, share, done, lane, at, form)
+        done += share.count
+        run = after(run, share)

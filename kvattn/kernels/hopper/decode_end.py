@@ -1,0 +1,125 @@
+"""The end of a share: the warps' sums become one, the last share of a sequence merges them all."""
+
+from kvattn.kernels.hopper.compat import gl, gluon
+
+
+@gluon.jit
+def _write(top, l, acc, results, strides, share, at, form: gl.constexpr):
+    """out and lse of all rows of acc; a sink is one more logit without a value."""
+    L: gl.constexpr = acc.type.layout
+    top = gl.convert_layout(top, gl.SliceLayout(1, L), assert_trivial=True)
+    l = gl.convert_layout(l, gl.SliceLayout(1, L), assert_trivial=True)
+    r = share.row + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, L))
+    d = gl.arange(0, form.DV, layout=gl.SliceLayout(0, L))
+    live = r < at.queries * form.GROUP
+    head = share.head * form.GROUP + r % form.GROUP
+    token = (r // form.GROUP).to(gl.int64)
+    if results.SINKS is not None:
+        sink = gl.load(results.SINKS + head, mask=live, other=0).to(gl.float32)
+        sink = gl.where(share.active, sink * 1.4426950408889634, float("-inf"))
+        both = gl.maximum(top, sink)
+        endless = both == float("inf")
+        safe = gl.where((both == float("-inf")) | endless, 0.0, both)
+        alpha = gl.where(endless, 0.0, gl.exp2(top - safe))
+        l = l * alpha + gl.where(endless, 1.0, gl.exp2(sink - safe))
+        acc = acc * alpha[:, None]
+        top = both
+    some = l > 0.0
+    inverse = 1.0 / gl.where(some, l, 1.0)
+    rows = share.b * strides.out[0] + token * strides.out[1] + head * strides.out[2]
+    gl.store(results.OUT + rows[:, None] + d[None, :],
+             (acc * inverse[:, None]).to(results.OUT.dtype.element_ty),
+             mask=live[:, None] & (d < form.DIM_V)[None, :])  # fmt: skip
+    if results.LSE is not None:
+        lse = (top + gl.log2(gl.where(some, l, 1.0))) * 0.6931471805599453
+        lse = gl.where(some, lse, float("-inf"))
+        rows = share.b * strides.lse[0] + head * strides.lse[1] + token * strides.lse[2]
+        gl.store(results.LSE + rows, lse, mask=live)
+
+
+@gluon.jit
+def _spot(share, i):
+    """Where share i of a sequence is left: a program has room for its first and its last one."""
+    return 2 * (share.whole + i) + gl.where(i == 0, share.late, 0)
+
+
+@gluon.jit
+def _merge(results, strides, share, at, form: gl.constexpr):
+    """Adds up what the shares left, SPAN of them at a time, always in their order."""
+    SPAN: gl.constexpr = form.SPAN
+    F: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, form.WARPS, 1], [2, 1, 0])
+    ROWS: gl.constexpr = gl.SliceLayout(2, F)
+    SUMMED: gl.constexpr = gl.SliceLayout(0, F)
+    i = gl.arange(0, SPAN, layout=gl.SliceLayout(1, ROWS))
+    r = gl.arange(0, form.MR, layout=gl.SliceLayout(0, ROWS))
+    live = share.row + r < at.queries * form.GROUP
+    d = gl.arange(0, form.DV, layout=gl.SliceLayout(0, gl.SliceLayout(1, F)))
+    d = gl.expand_dims(gl.expand_dims(d, 0), 1)
+    m = gl.full([form.MR], float("-inf"), gl.float32, gl.SliceLayout(0, ROWS))
+    l = gl.full([form.MR], 0, gl.float32, gl.SliceLayout(0, ROWS))
+    acc = gl.full([form.MR, form.DV], 0, gl.float32, SUMMED)
+    for first in range(0, share.splits, SPAN):
+        there = (first + i < share.splits)[:, None] & live[None, :]
+        spots = _spot(share, first + i)[:, None] * form.R + r[None, :]
+        at_part = results.PART + gl.expand_dims(spots * form.DV, 2) + d
+        x = gl.load(at_part, mask=gl.expand_dims(there, 2) & (d >= 0), other=0,
+                    cache_modifier=".cg")  # fmt: skip
+        m_i = gl.load(results.STATS + spots * 2, mask=there, other=float("-inf"),
+                      cache_modifier=".cg")  # fmt: skip
+        l_i = gl.load(results.STATS + spots * 2 + 1, mask=there, other=0, cache_modifier=".cg")
+        top = gl.maximum(m, gl.max(m_i, 0))
+        safe = gl.where(top == float("-inf"), 0.0, top)
+        alpha = gl.exp2(m - safe)
+        beta = gl.exp2(m_i - safe[None, :])
+        l = l * alpha + gl.sum(l_i * beta, 0)
+        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, SUMMED), assert_trivial=True)
+        acc = acc * alpha[:, None] + gl.sum(x * gl.expand_dims(beta, 2), 0)
+        m = top
+    _write(m, l, acc, results, strides, share, at, form)
+
+
+@gluon.jit
+def finish(m, l, acc, results, strides, share, at, form: gl.constexpr):
+    """From the warps' m, l [WK, R] and acc [WK, DV, R] to out, or to a part of it."""
+    WK: gl.constexpr = form.WK
+    F: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, form.WARPS, 1], [2, 1, 0])
+    ROWS: gl.constexpr = gl.SliceLayout(2, F)
+    SUMS: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    sums = gl.allocate_shared_memory(gl.float32, [WK, form.R, form.DV], SUMS)
+    tops = gl.allocate_shared_memory(gl.float32, [WK, form.R], PLAIN)
+    totals = gl.allocate_shared_memory(gl.float32, [WK, form.R], PLAIN)
+    if form.WR > 1:
+        acc = acc.reshape([WK, form.DV, 2, form.WR, 8]).permute([0, 1, 3, 2, 4])
+        acc = acc.reshape([WK, form.DV, form.R])
+    sums.store(acc.permute([0, 2, 1]))
+    tops.store(m)
+    totals.store(l)
+    m = tops.load(ROWS)
+    l = totals.load(ROWS)
+    acc = sums.load(F)
+    top = gl.max(m, 0)
+    beta = gl.exp2(m - gl.where(top == float("-inf"), 0.0, top)[None, :])
+    l = gl.sum(l * beta, 0)
+    acc = gl.sum(acc * gl.expand_dims(beta, 2), 0)
+    A: gl.constexpr = acc.type.layout
+    top = gl.convert_layout(top, gl.SliceLayout(1, A), assert_trivial=True)
+    l = gl.convert_layout(l, gl.SliceLayout(1, A), assert_trivial=True)
+    if results.PART is None:  # noqa: SIM114  known when compiled
+        _write(top, l, acc, results, strides, share, at, form)
+    elif share.splits == 1:
+        _write(top, l, acc, results, strides, share, at, form)
+    else:
+        r = gl.arange(0, form.R, layout=gl.SliceLayout(1, A))
+        d = gl.arange(0, form.DV, layout=gl.SliceLayout(0, A))
+        spots = _spot(share, share.split) * form.R + r
+        live = share.row + r < at.queries * form.GROUP
+        gl.store(results.STATS + spots * 2, top, mask=live)
+        gl.store(results.STATS + spots * 2 + 1, l, mask=live)
+        at_part = results.PART + spots[:, None] * form.DV + d[None, :]
+        gl.store(at_part, acc, mask=live[:, None] & (d >= 0)[None, :])
+        gl.thread_barrier()
+        arrived = gl.atomic_add(results.COUNT + share.whole, 1, sem="acq_rel", scope="gpu")
+        if arrived == share.splits - 1:
+            gl.store(results.COUNT + share.whole, 0)
+            _merge(results, strides, share, at, form)

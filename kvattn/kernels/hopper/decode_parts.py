@@ -1,0 +1,169 @@
+"""What the partitions of the decode kernel share."""
+
+from typing import Any, NamedTuple
+
+from kvattn.kernels.hopper.compat import gl, gluon
+
+
+class Form(NamedTuple):
+    """What a compiled variant is made of."""
+
+    D: int  # padded head dim of q and k
+    DV: int  # padded head dim of v
+    DIM: int  # head dim of q and k
+    DIM_V: int
+    HEADS: int  # kv heads
+    GROUP: int  # query heads of a kv head
+    R: int  # packed query rows of a program
+    TILES: int  # row tiles of a sequence
+    WK: int  # warps side by side along the keys of a tile
+    WR: int  # along its rows, 16 each
+    NK: int  # keys a warp
+    STAGES: int  # tiles in shared memory
+    BOX: int  # keys that one copy brings
+    PAGE: int  # 0 for dense
+    BATCH: int  # a power of two at or above the batch
+    NEW: int  # 0, or a power of two at or above the new tokens of a sequence
+    HALF: int  # rotary pairs
+    INTERLEAVED: bool
+    ADVANCE: int  # positions between query tokens
+    LEFT: bool
+    RIGHT: bool
+    CAPPED: bool
+    MR: int  # rows of a program that there may be at all, a power of two
+    SPAN: int  # shares that are merged at once
+    OVERLAP: bool  # the kernel starts while the one before it ends
+    k_layout: Any
+    v_layout: Any
+
+    @property
+    def BN(self) -> int:
+        return self.WK * self.NK
+
+    @property
+    def WARPS(self) -> int:
+        return self.WK * self.WR
+
+
+class Places(NamedTuple):
+    """Index tensors, None where a call has none, and the sizes that go with them."""
+
+    LENGTHS: Any
+    ROWS: Any
+    PAGES: Any
+    table_stride: Any
+    batch: Any
+    each: Any  # runs for each sequence, if their lengths are alike
+    parts: Any  # runs in all, if not
+    slots: Any  # runs that there may be
+    queries: Any
+    steps: Any
+    capacity: Any
+    rows: Any  # cache rows, or lines of the page table
+    blocks: Any  # cache rows, or pages
+
+
+class Mask(NamedTuple):
+    left: Any
+    right: Any
+    factor: Any  # takes scores to units of log2; of capped ones, to their own
+    softcap: Any
+
+
+class Fresh(NamedTuple):
+    """New tokens, and where rotary angles are."""
+
+    K: Any
+    V: Any
+    COS: Any
+    SIN: Any
+    BASES: Any
+    positions: Any
+
+
+class Cache(NamedTuple):
+    K: Any
+    V: Any
+
+
+class Results(NamedTuple):
+    OUT: Any
+    LSE: Any
+    SINKS: Any
+    PART: Any
+    STATS: Any
+    COUNT: Any
+
+
+class Strides(NamedTuple):
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
+    k_new: Any
+    v_new: Any
+
+
+class Ring(NamedTuple):
+    k: Any
+    v: Any
+    full: Any
+    empty: Any
+
+
+class Run(NamedTuple):
+    """The tiles at .. end - 1 of all sequences' tiles, for one kv head and row tile."""
+
+    group: Any  # which of the runs
+    head: Any
+    row: Any  # first packed query row
+    parts: Any  # how many runs have tiles
+    total: Any  # tiles of all sequences
+    at: Any
+    end: Any
+    b: Any  # the sequence of tile `at`
+    first: Any  # number of its first tile
+
+
+class Share(NamedTuple):
+    """Neighbouring tiles of keys of a sequence."""
+
+    b: Any
+    head: Any
+    row: Any  # first packed query row
+    line: Any  # cache row, or line of the page table; one that exists
+    keys: Any
+    old: Any  # keys before the new tokens
+    active: Any
+    low: Any  # keys low .. high - 1 are seen
+    high: Any
+    first: Any  # first key of the first tile
+    count: Any  # tiles
+    split: Any  # which of the sequence's shares, and how many there are
+    splits: Any
+    whole: Any  # number of the program that has the first of them
+    late: Any  # whether that one had another sequence before
+    tiles: Any  # of the sequence
+
+
+@gluon.jit
+def after_previous_kernel(OVERLAP: gl.constexpr):
+    """Lets the next kernel start, then waits until the one before has written everything."""
+    if OVERLAP:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;\n\tmov.u32 $0, 0;", "=r", [],
+            dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
+def page_of(row, share, at, form: gl.constexpr):
+    """The page or cache row that holds row `row` of a sequence; `blocks` where there is none."""
+    if form.PAGE > 0:
+        last = (at.capacity - 1) // form.PAGE
+        line = at.PAGES + share.line * at.table_stride
+        page = gl.load(line + gl.minimum(row // form.PAGE, last))
+        return gl.where((page >= 0) & (page < at.blocks), page, at.blocks)
+    else:
+        return share.line.to(gl.int32) + row * 0

@@ -1,0 +1,98 @@
+"""Which tiles of keys a program of the decode kernel takes: found out on the device.
+
+The tiles of all sequences, one sequence behind the other, are cut into runs of like length, one
+for each program of a kv head and row tile; a run may begin and end within a sequence. Programs of
+all kv heads read the same tokens at the same time.
+"""
+
+from kvattn.kernels import tile
+from kvattn.kernels.hopper.compat import gl, gluon
+from kvattn.kernels.hopper.decode_parts import Run, Share
+
+
+@gluon.jit
+def _extent(b, row, n, mask, form: gl.constexpr):
+    """(line, keys, old, active, low, high, tiles) of sequences for the rows from `row` on.
+
+    A sequence without keys has a tile too: somebody writes its rows.
+    """
+    line, _shift, _start, keys, old, active = tile.keys_of(
+        b, n.LENGTHS, None, None, None, n.ROWS, n.steps, n.capacity, n.rows, False,
+    )  # fmt: skip
+    if n.ROWS is not None:
+        line = gl.where((line >= 0) & (line < n.rows), line, 0)
+    offset = keys - n.queries
+    low, high = tile.seen(
+        row // form.GROUP + offset,
+        gl.minimum((row + form.R - 1) // form.GROUP, n.queries - 1) + offset, keys,
+        mask.left, mask.right, 0, form.LEFT, form.RIGHT, False,
+    )  # fmt: skip
+    tiles = gl.maximum(gl.cdiv(high, form.BN) - low // form.BN, 1)
+    return line, keys, old, active, low, high, tiles
+
+
+@gluon.jit
+def run_of(n, mask, WARPS: gl.constexpr, form: gl.constexpr):
+    """The run of this program, at its first sequence."""
+    program = gl.program_id(0)
+    head = program % form.HEADS
+    row = program // form.HEADS % form.TILES * form.R
+    group = program // (form.HEADS * form.TILES)
+    if form.BATCH == 1:
+        extent = _extent(group * 0, row, n, mask, form)
+        total = extent[6]
+        parts = gl.minimum(n.each, total)
+    else:
+        EACH: gl.constexpr = form.BATCH // 32 if form.BATCH > 32 else 1
+        LANES: gl.constexpr = gl.BlockedLayout([EACH], [32], [WARPS], [0])  # a copy in each warp
+        b = gl.arange(0, form.BATCH, layout=LANES)
+        extent = _extent(gl.minimum(b, n.batch - 1), row, n, mask, form)
+        tiles = gl.where(b < n.batch, extent[6], 0)
+        total = gl.sum(tiles, 0)
+        alike = gl.max(tiles, 0) * n.batch <= 2 * total
+        parts = gl.minimum(gl.where(alike, n.each * n.batch, n.parts), total)
+    at = gl.minimum(group, parts) * total // parts
+    end = gl.minimum(group + 1, parts) * total // parts
+    if form.BATCH == 1:
+        return Run(group, head, row, parts, total, at, end, group * 0, group * 0)
+    else:
+        ends = gl.associative_scan(tiles, 0, _plus)
+        before = (b < n.batch) & (ends <= at)
+        mine = gl.minimum(gl.sum(before.to(gl.int32), 0), n.batch - 1)
+        first = gl.max(gl.where(before, ends, 0), 0)
+        return Run(group, head, row, parts, total, at, end, mine, first)
+
+
+@gluon.jit
+def _plus(a, b):
+    return a + b
+
+
+@gluon.jit
+def share_of(run, n, mask, form: gl.constexpr):
+    """The run's part of the sequence that it is at."""
+    b = run.b.to(gl.int64)
+    line, keys, old, active, low, high, tiles = _extent(b, run.row, n, mask, form)
+    count = gl.minimum(run.end - run.at, run.first + tiles - run.at)
+    first = (low // form.BN + run.at - run.first) * form.BN
+    # programs that share the sequence; the first of them may have begun with another one
+    leader = ((run.first + 1) * run.parts - 1) // run.total
+    last = ((run.first + tiles) * run.parts - 1) // run.total
+    late = (leader * run.total // run.parts < run.first).to(gl.int32)
+    whole = (run.row // form.R * form.HEADS + run.head) * n.slots + leader
+    return Share(b, run.head, run.row, line, keys, old, active, low, high, first, count,
+                 run.group - leader, last - leader + 1, whole, late, tiles)  # fmt: skip
+
+
+@gluon.jit
+def key_of(share, i, form: gl.constexpr):
+    """The first key of a share's i-th tile: the last ones, which take more steps, come first."""
+    return share.first + (share.count - 1 - i) * form.BN
+
+
+@gluon.jit
+def after(run, share):
+    """The same run behind a share of it."""
+    at = run.at + share.count
+    return Run(run.group, run.head, run.row, run.parts, run.total, at, run.end, run.b + 1,
+               run.first + share.tiles)  # fmt: skip

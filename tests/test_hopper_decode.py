@@ -1,0 +1,135 @@
+"""Decode on Hopper, without a GPU too: the kernel's text runs on a mock of Gluon there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+from cases import BF16, F16, F32
+from conftest import DEVICE
+from mock_gluon_decode import mocked
+
+from kvattn.backends import hopper, hopper_decode
+from kvattn.request import Facts, Request
+from kvattn.testing import Case, check_case, expect, make_inputs
+
+FEW: dict[str, Any] = {"heads": 4, "kv_heads": 1, "causal": True, "dim": 64, "dtype": BF16}
+NEW: dict[str, Any] = {"new": 1, "rotary": 32}
+
+
+def case(name: str, **changes: Any) -> Case:
+    return Case(name, **{**FEW, **changes})
+
+
+CASES = [
+    case("pages-of-16", lengths=(130, 5), page_size=16),
+    case("pages-of-8", lengths=(130, 5), page_size=8, **NEW),
+    case("pages-of-24", lengths=(130, 70), page_size=24, **NEW),
+    case("pages-of-64-inactive-row", batch=3, lengths=(200, -1, 65), page_size=64),
+    case("pages-of-256", batch=3, lengths=(200, 0, 63), page_size=256, **NEW),
+    case("pages-of-192", lengths=(400, 63), page_size=192, **NEW),
+    case("dense-d128", lengths=(200, 130), dim=128, capacity=210, new=1, rotary=128,
+         rotary_interleaved=False),
+    case("one-sequence", batch=1, lengths=900, page_size=16, **NEW),
+    case("unlike-lengths", batch=4, lengths=(900, 3, 0, 70), page_size=32, **NEW),
+    case("window-sinks", lengths=(200, 300), page_size=16, window=(70, 0), sinks=F32),
+    case("two-sided-window", lengths=(200, 30), seqlen_q=2, window=(70, 1), causal=False),
+    case("softcap-fp16", lengths=(300, 30), page_size=16, softcap=5.0, dtype=F16),
+    case("negative-scale", lengths=(100, 30), scale=-0.3, page_size=16),
+    case("8-rows", batch=3, lengths=(200, 0, 62), seqlen_q=4, new=4, rotary=64, page_size=16,
+         kv_heads=2),
+    case("16-rows", batch=3, lengths=(200, 0, 62), seqlen_q=4, new=4, rotary=64, page_size=16),
+    case("32-rows", batch=2, lengths=(200, 62), seqlen_q=8, new=8, rotary=64, page_size=16),
+    case("group-of-7", lengths=(200, 62), heads=7, seqlen_q=3, page_size=16, **NEW),
+    case("full-queries", lengths=(100, 2), seqlen_q=3, causal=False, page_size=16),
+    case("d128-dv64", lengths=(100, 30), dim=128, dim_v=64, page_size=32, **NEW),
+    case("d64-dv128", lengths=(100, 30), dim_v=128, page_size=32, **NEW),
+    case("cache-rows", lengths=(100, 30), rows=4, batch_idx=(3, 1), **NEW),
+    case("cast-new-tokens", lengths=(100, 30), new=1, new_dtype=F32, page_size=16),
+    case("heads-first", lengths=(100, 30), page_size=16, layout="heads_first", **NEW),
+    case("more-new-than-rows", lengths=(200, 62), new=4, page_size=16, causal=False),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def launch() -> Iterator[ModuleType | None]:
+    """`hopper_decode_launch` over the mock; None on a GPU."""
+    if DEVICE != "cpu":
+        yield None
+        return
+    with mocked() as module:
+        yield module
+
+
+def request(inputs: dict[str, Any], **more: Any) -> Request:
+    return Request.of(**inputs, return_lse=True, backend="hopper", **more)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_case(case: Case, launch: ModuleType | None) -> None:
+    if launch is None:
+        check_case(case, backend="hopper", device=DEVICE)
+        return
+    random.seed(0)
+    inputs = make_inputs(case)
+    r = request(inputs)
+    assert hopper_decode.refuses(r.facts) is None
+    if r.k is not None and not launch._appends(r):
+        pytest.skip("the append kernel needs a GPU")
+    wanted = expect(inputs)
+    out, lse = launch.run(r)
+    wanted.check(out, lse, inputs)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"keys": 32}, {"stages": 2}, {"each": 1, "parts": 1}, {"each": 2, "parts": 5}],
+    ids=str,
+)
+def test_other_tiles(changes: dict[str, int], launch: ModuleType | None) -> None:
+    """What other batches and lengths would choose."""
+    if launch is None:
+        pytest.skip("on a GPU the choice is the launch code's own")
+    inputs = make_inputs(case("", batch=3, lengths=(300, -1, 140), page_size=16, **NEW))
+    wanted, r = expect(inputs), request(inputs)
+    out, lse = r.outputs()
+    launch.decode(r, out, lse, replace(launch.tiling(r), **changes))
+    wanted.check(out, lse, inputs)
+
+
+def facts(**changes: Any) -> Facts:
+    """Of a decode call on a GPU that the backend takes, changed."""
+    r = request(make_inputs(case("", lengths=256, page_size=16, **changes)))
+    return replace(r.facts, device="cuda")
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"leftpad": (3, 4)}, "left padding"),
+    ({"alibi": "heads"}, "slopes"),
+    ({"chunk": 100}, "chunks"),
+    ({"dim": 80}, "80"),
+    ({"dim": 256}, "256"),
+    ({"seqlen_q": 9}, "36"),
+    ({"page_size": 4}, "4"),
+    ({"page_size": 20}, "20"),
+    ({"new": 1, "by_slot": True}, "slot mapping"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), REFUSED, ids=[w for _, w in REFUSED])
+def test_refusals_say_why(changes: dict[str, Any], words: str) -> None:
+    r = request(make_inputs(case("", **{"lengths": 256, "page_size": 16, **changes})))
+    reason = hopper_decode.refuses(r.facts)
+    assert reason is not None
+    assert words in reason
+    assert len(reason.split()) > 3
+
+
+def test_takes_decode() -> None:
+    asked = facts(seqlen_q=1)
+    assert hopper.call_refuses(asked) is None
+    assert "decode kernel" in hopper.kernel(asked)

@@ -1,0 +1,118 @@
+"""Hopper's decode kernel compiled for sm_90a without a GPU: registers, memory, its loops."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import BF16, F16, F32
+from test_hopper_compile import SHARED, machine, triton
+
+from kvattn.backends import triton_launch
+from kvattn.backends.triton_replay import Live, _target
+from kvattn.request import Request
+from kvattn.testing import Case, make_inputs
+
+__all__ = ["machine"]
+
+SPILLS = 256  # bytes of an attending thread, none of them in the loop over whole tiles
+RESERVED = 1 << 10  # bytes of shared memory that every program costs
+
+
+class Compiling(Live):
+    """Compiles instead of launching."""
+
+    def launch(self, kernel: Any, grid: Any, args: Any, constants: Any, **options: Any) -> None:
+        self.compiled = kernel.warmup(*args, grid=grid, **constants, **options)
+        self.form = constants["form"]
+
+
+@dataclass
+class Code:
+    shared: int
+    spills: int  # bytes
+    log: str
+    lines: list[str]
+
+    def loops(self, instruction: str) -> list[list[str]]:
+        """The innermost ones with an instruction."""
+        labels, found = {}, []
+        for at, line in enumerate(self.lines):
+            if label := re.match(r"(\.L_x_\d+):", line):
+                labels[label[1]] = at
+            jump = re.search(r"BRA.*`\((\.L_x_\d+)\)", line)
+            if jump and labels.get(jump[1], at) < at:
+                found.append((labels[jump[1]], at))
+        found = [s for s in found if count(self.lines[s[0] : s[1]], instruction)]
+        inner = [
+            s for s in found if not any(s != o and s[0] <= o[0] and o[1] <= s[1] for o in found)
+        ]
+        return [self.lines[first : last + 1] for first, last in inner]
+
+
+def count(lines: list[str], instruction: str) -> int:
+    return sum(bool(re.search(rf"\s{instruction}[.\s]", line)) for line in lines)
+
+
+def compiled(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int, Code]:
+    from kvattn.backends import hopper_decode_launch
+
+    monkeypatch.setattr(triton_launch, "processors", lambda device: 132)
+    r = Request.of(**make_inputs(case), return_lse=True)
+    compiling = Compiling()
+    token = _target.set(compiling)
+    try:
+        hopper_decode_launch.decode(r, *r.outputs())
+    finally:
+        _target.reset(token)
+    tools = str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin")
+    (folder / "kernel.ptx").write_text(compiling.compiled.asm["ptx"])
+    (folder / "kernel.cubin").write_bytes(compiling.compiled.asm["cubin"])
+    assemble = [f"{tools}/ptxas", "-v", "--gpu-name=sm_90a", "kernel.ptx", "-o", "again.cubin"]
+    log = subprocess.run(assemble, cwd=folder, capture_output=True, text=True, check=True)
+    disassemble = [f"{tools}/nvdisasm", "-c", "kernel.cubin"]
+    code = subprocess.run(disassemble, cwd=folder, capture_output=True, text=True, check=True)
+    text = log.stderr + log.stdout
+    spills = re.search(r"(\d+) bytes spill stores", text)
+    assert spills is not None
+    shared = compiling.compiled.metadata.shared
+    programs = hopper_decode_launch.tiling(r).programs
+    return compiling.form, programs, Code(shared, int(spills[1]), text, code.stdout.splitlines())
+
+
+# One of each way through the kernel.
+FEW: dict[str, Any] = {"heads": 8, "kv_heads": 2, "causal": True, "dim": 128, "dtype": BF16}
+CASES = [
+    Case("page16-append", batch=8, lengths=900, page_size=16, new=1, rotary=128, **FEW),
+    Case("dense-fp16-one", **{**FEW, "batch": 1, "lengths": 5000, "dtype": F16}),
+    Case("draft-16-rows", batch=8, lengths=900, page_size=64, seqlen_q=4, new=4, rotary=64, **FEW),
+    Case("draft-32-rows", batch=8, lengths=900, page_size=64, seqlen_q=8, new=8, rotary=64, **FEW),
+    Case("window-sinks-d64", batch=2, lengths=900, page_size=32, window=(127, 0), sinks=F32,
+         **{**FEW, "dim": 64}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_compiles_to_what_is_meant(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form, programs, code = compiled(case, tmp_path, monkeypatch)
+    assert programs * (code.shared + RESERVED) <= SHARED + RESERVED
+    assert code.spills <= SPILLS
+    assert "Too many maxnreg" not in code.log
+    loops = code.loops("HMMA")
+    assert loops
+    tile = min(loops, key=len)  # without a mask
+    assert count(tile, "STL") + count(tile, "LDL") == 0
+    assert count(tile, "BAR") <= 1  # no exchange between the warps
+    products = form.NK // 8 * form.D // 16 + form.DV // 16 * form.NK // 16 * max(
+        1, min(form.R, 16) // 8
+    )
+    assert count(tile, "HMMA") == products
+    copies = code.loops("UTMALDG")
+    assert copies
+    assert count(copies[0], "UTMALDG") == 2 * form.BN // form.BOX
