@@ -138,7 +138,7 @@ def request(given: dict[str, Any]) -> Request:
 
     Raises one of the classes of `kvattn.errors` before anything is written.
     """
-    key, form, tensors = find(given)
+    key, form, _ = find(given)
     return first(given, key) if form is None else form.request(given)
 
 

@@ -133,3 +133,19 @@ def test_takes_decode() -> None:
     asked = facts(seqlen_q=1)
     assert hopper.call_refuses(asked) is None
     assert "decode kernel" in hopper.kernel(asked)
+
+
+def unnamed(asked: Facts) -> Facts:
+    """The same call without a word on the backend."""
+    options = tuple((k, None if k == "backend" else v) for k, v in asked.options)
+    return replace(asked, options=options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"seqlen_q": 8}, "32 query rows"), ({"batch": 500, "kv_heads": 4}, "500")],
+)
+def test_leaves_what_is_as_fast_elsewhere(changes: dict[str, Any], words: str) -> None:
+    asked = facts(**changes)
+    assert hopper.call_refuses(asked) is None
+    assert words in str(hopper.call_refuses(unnamed(asked)))

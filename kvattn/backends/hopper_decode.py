@@ -5,6 +5,8 @@ from __future__ import annotations
 from kvattn.request import Facts
 
 ROWS = 32  # packed query rows of a sequence at most
+FASTER = 16  # of them, up to which this kernel is the faster one
+MANY = 1024  # sequences times kv heads from which it no longer is
 BATCH = 512  # sequences whose lengths one program adds up
 _LINES = 8  # slots of a page that a copy brings at least
 _DIMS = (64, 128)
@@ -33,8 +35,17 @@ def refuses(facts: Facts) -> str | None:
         return f"decode of {facts.batch} sequences is left to the triton backend"
     if facts.has("page_table") and size % _LINES:
         return f"decode over pages of {size} slots is left to the triton backend"
-    if facts.option("backend") != "hopper":
-        return "decode is left to the triton backend unless this one is named"
+    return None if facts.option("backend") == "hopper" else _slower(facts)
+
+
+def _slower(facts: Facts) -> str | None:
+    """Why another backend is at least as fast, as was measured, or None."""
+    rows = facts.tensor("q").shape[1] * facts.tensor("q").shape[2]
+    heads = facts.tensor("v_cache").shape[2]
+    if rows > FASTER * heads:
+        return f"decode of {rows // heads} query rows for each kv head is as fast in triton"
+    if facts.batch * heads > MANY:
+        return f"{facts.batch} sequences keep every processor reading in the triton backend too"
     return None
 
 

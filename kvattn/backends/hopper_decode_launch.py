@@ -59,7 +59,7 @@ def tiling(r: Request) -> Tiling:
     elif s.batch == 1:
         each = max(1, s.processors // programs_each)
     else:
-        each = triton_decode._each(s.batch * programs_each, s.processors * programs)
+        each = triton_decode.each_of(s.batch * programs_each, s.processors * programs)
     each, parts = min(each, most), min(parts if s.batch > 1 else each, s.batch * most)
     # small boxes: both halves of a row are read at about the same time
     box = 8 if r.paged and r.page_size % 16 else 16

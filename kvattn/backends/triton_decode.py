@@ -84,7 +84,7 @@ def plan(s: Shape) -> Tiles:
         each = min(s.splits or some, most, 256)
         slots, flat = each * s.batch, 0
     else:
-        each = min(s.splits or _each(lots * programs, s.processors), most)
+        each = min(s.splits or each_of(lots * programs, s.processors), most)
         slots = min(max(each * lots, parts + lots), most * lots)
     spread = 2
     if s.page == 0 or (s.page % block == 0 and not s.leftpad):
@@ -95,7 +95,7 @@ def plan(s: Shape) -> Tiles:
     return Tiles(r, tiles, warps, keys, stages, each, parts, slots, flat, spread, split)
 
 
-def _each(programs: int, processors: int) -> int:
+def each_of(programs: int, processors: int) -> int:
     """Shares for each of many sequences of like lengths: few, and of few, full rounds.
 
     In units of a sequence: a round costs a little of its own, and a processor reads a little
