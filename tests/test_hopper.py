@@ -195,6 +195,15 @@ def test_few_rows_over_a_long_cache_are_left_to_triton(page: int | None) -> None
     assert hopper.call_refuses(unnamed(wide)) is None
 
 
+def test_narrow_windows_of_small_heads_are_left_to_triton() -> None:
+    small = {"dim": 64, "causal": True}
+    assert "window of 128 keys" in str(
+        hopper.call_refuses(unnamed(facts(**small, window=(127, 0))))
+    )
+    assert hopper.call_refuses(facts(**small, window=(127, 0))) is None, "it can, if it is named"
+    assert hopper.call_refuses(unnamed(facts(**small, window=(512, 0)))) is None
+
+
 def test_other_machines_are_refused() -> None:
     on_cpu = replace(facts(), device="cpu")
     assert "on cpu" in str(hopper.refuses(on_cpu))
