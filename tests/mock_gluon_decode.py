@@ -220,4 +220,4 @@ Pointer.dtype = property(  # type: ignore[attr-defined]
     lambda self: SimpleNamespace(element_ty=self.tensor.dtype)
 )
 Pointer.to = lambda self, dtype, bitcast=False: self  # type: ignore[attr-defined]
-Value.__rshift__ = lambda self, n: Value(self.data >> n)  # type: ignore[attr-defined]
+Value.__rshift__ = lambda self, n: Value(self.data >> n)  # type: ignore[operator]
