@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import kvattn
+from kvattn import scan
 from kvattn.errors import catalogue
 
 KINDS = {kind.code: kind for kind in catalogue.kinds()}
@@ -157,6 +158,7 @@ def undisturbed(directory: Path) -> Iterator[None]:
         ):
             yield
     finally:
+        scan._by_message.cache_clear()  # made of those few, if a program was the first to scan
         for name in [name for name, module in sys.modules.items() if module is None]:
             del sys.modules[name]  # hidden, as if not installed
         sys.modules.update(modules)
