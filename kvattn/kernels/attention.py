@@ -202,12 +202,9 @@ def attention(
         acc_b = tl.zeros([BM, VB], tl.float32)
     begin = low // BN * BN
     # tiles between `free` and `bound` are seen whole by every row: no masks there
-    free = low
-    bound = high
-    if HAS_LEFT:
-        free = tl.maximum(free, last_place - left)
-    if HAS_RIGHT:
-        bound = tl.minimum(bound, first_place + right + 1)
+    free, bound = tile.seen_by_all(
+        first_place, last_place, low, high, left, right, chunk, HAS_LEFT, HAS_RIGHT, False,
+    )  # fmt: skip
     free = tl.minimum(tl.cdiv(free, BN) * BN, high)
     bound = tl.maximum(tl.maximum(bound, 0) // BN * BN, free)
     FROM: tl.constexpr = 1 if PLAIN and not HAS_LEFT else 0  # without a window, `begin` is free

@@ -306,15 +306,9 @@ def decode(
     m = tl.full([W, R], float("-inf"), tl.float32)
     l = tl.zeros([W, R], tl.float32)
     acc = tl.zeros([W, DVP, R], tl.float32)
-    free = low
-    bound = high
-    if HAS_LEFT:
-        free = tl.maximum(free, last_place - left)
-    if HAS_RIGHT:
-        bound = tl.minimum(bound, first_place + right + 1)
-    if CHUNKED:
-        free = tl.maximum(free, tile.floor_to(last_place, chunk))
-        bound = tl.minimum(bound, tile.floor_to(first_place, chunk) + chunk)
+    free, bound = tile.seen_by_all(
+        first_place, last_place, low, high, left, right, chunk, HAS_LEFT, HAS_RIGHT, CHUNKED,
+    )  # fmt: skip
     free = tl.minimum(tl.cdiv(free, BN) * BN, high)
     if NEW > 0:
         edge = tl.maximum(old - start, 0) // BN * BN

@@ -80,6 +80,22 @@ def _rows(X, offsets, d, ok, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.const
 
 
 @triton.jit
+def _whole_tile(
+    X, BOX, pages, n, lane, start, box_line, box_first, head, strides, d, blocks,
+    D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
+    PAGED: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Rows [BN, DP] of a tile that holds nothing else than keys, by TMA where there is a box."""
+    if BOX is not None and PAGED:
+        return BOX.load([pages, n % PAGE, head, 0]).reshape([BN, DP])
+    elif BOX is not None:
+        return BOX.load([box_line, box_first + n, head, 0]).reshape([BN, DP])
+    else:
+        rows_at = _offsets(pages, n, lane, start, strides, blocks, PAGE, BN, PAGED, PADDED, WIDE)
+        return _rows(X, rows_at, d, lane, D, DP, False)
+
+
+@triton.jit
 def _masked(
     s, n, lane, place, low, high, left, right, chunk,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CHUNKED: tl.constexpr,
@@ -204,7 +220,6 @@ def prefill(
     # --- where the keys are
     PAGED: tl.constexpr = PAGES is not None
     PADDED: tl.constexpr = LEFTPAD is not None
-    BOXED: tl.constexpr = K_BOX is not None
     lane = tl.arange(0, BN)
     K += head.to(tl.int64) * k_strides[2]
     V += head.to(tl.int64) * v_strides[2]
@@ -230,15 +245,10 @@ def prefill(
         first_tile = tl.cdiv(low, BN) * BN
         edges += ((first_tile > begin) & (begin < last_tile)).to(tl.int32)
     # --- of these, tiles free..bound are seen whole by every row: no mask there
-    free = first_tile
-    bound = last_tile
-    if HAS_LEFT:
-        free = tl.maximum(free, last_place - left)
-    if HAS_RIGHT:
-        bound = tl.minimum(bound, first_place + right + 1)
-    if CHUNKED:
-        free = tl.maximum(free, tile.floor_to(last_place, chunk))
-        bound = tl.minimum(bound, tile.floor_to(first_place, chunk) + chunk)
+    free, bound = tile.seen_by_all(
+        first_place, last_place, first_tile, last_tile, left, right, chunk,
+        HAS_LEFT, HAS_RIGHT, CHUNKED,
+    )  # fmt: skip
     free = tl.minimum(tl.cdiv(free, BN) * BN, tl.maximum(last_tile, first_tile))
     bound = tl.maximum(tl.maximum(bound, 0) // BN * BN, free)
     coming = 0
@@ -285,27 +295,19 @@ def prefill(
                 pages = coming
                 if PAGED:
                     coming = _pages(PAGES, table, n + BN, lane, start, reach, PAGE, BN, PADDED)
-                if BOXED and PAGED:
-                    k = K_BOX.load([pages, n % PAGE, head, 0]).reshape([BN, DA])
-                elif BOXED:
-                    k = K_BOX.load([box_line, k_first + start + n, head, 0]).reshape([BN, DA])
-                else:
-                    rows_at = _offsets(pages, n, lane, start, k_strides, blocks,
-                                       PAGE, BN, PAGED, PADDED, WIDE)  # fmt: skip
-                    k = _rows(K, rows_at, da, lane, D, DA, False)
+                k = _whole_tile(
+                    K, K_BOX, pages, n, lane, start, box_line, k_first + start, head, k_strides,
+                    da, blocks, D, DA, PAGE, BN, PAGED, PADDED, WIDE,
+                )  # fmt: skip
                 s = _scores(q, k, n + lane, scale, softcap, b, query_head, token, q_first,
                             k_first, q_len, keys, SCORE_AUX, SCORE_MOD, CAPPED)  # fmt: skip
                 if NARROW or phase != 1:
                     s = _masked(s, n, lane, place, low, high, left, right, chunk,
                                 HAS_LEFT, HAS_RIGHT, CHUNKED)  # fmt: skip
-                if BOXED and PAGED:
-                    v = V_BOX.load([pages, n % PAGE, head, 0]).reshape([BN, VA])
-                elif BOXED:
-                    v = V_BOX.load([box_line, k_first + start + n, head, 0]).reshape([BN, VA])
-                else:
-                    rows_at = _offsets(pages, n, lane, start, v_strides, blocks,
-                                       PAGE, BN, PAGED, PADDED, WIDE)  # fmt: skip
-                    v = _rows(V, rows_at, va, lane, DV, VA, False)
+                v = _whole_tile(
+                    V, V_BOX, pages, n, lane, start, box_line, k_first + start, head, v_strides,
+                    va, blocks, DV, VA, PAGE, BN, PAGED, PADDED, WIDE,
+                )  # fmt: skip
                 m, l, acc = _step(s, v, m, l, acc, factor)
     # --- the end of the sequence, and what lies before a window: at most a tile of each
     for e in tl.range(first_edge, first_edge + edges, num_stages=1):

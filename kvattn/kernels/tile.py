@@ -162,6 +162,24 @@ def seen(
 
 
 @triton.jit
+def seen_by_all(
+    first_place, last_place, low, high, left, right, chunk,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CHUNKED: tl.constexpr,
+):  # fmt: skip
+    """The part of low..high that each of these rows sees; none is left where bound <= free."""
+    free = low
+    bound = high
+    if HAS_LEFT:
+        free = tl.maximum(free, last_place - left)
+    if HAS_RIGHT:
+        bound = tl.minimum(bound, first_place + right + 1)
+    if CHUNKED:
+        free = tl.maximum(free, floor_to(last_place, chunk))
+        bound = tl.minimum(bound, floor_to(first_place, chunk) + chunk)
+    return free, bound
+
+
+@triton.jit
 def tanh(x):
     """tanh to fp32 accuracy: a series near 0, where 1 - 2 / (e^2x + 1) would cancel."""
     size = tl.abs(x)

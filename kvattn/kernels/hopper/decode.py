@@ -6,7 +6,7 @@ or 64 packed query rows two or four warps own the same keys, 16 rows each. New t
 before the loop and patched into the tiles that lie where they belong, in registers.
 """
 
-from kvattn.kernels.hopper.compat import fence_async_shared, gl, gluon, mbarrier, reinterpret
+from kvattn.kernels.hopper.compat import fence_async_shared, gl, gluon, reinterpret
 from kvattn.kernels.hopper.decode_copies import copy
 from kvattn.kernels.hopper.decode_parts import (
     Cache,
@@ -18,15 +18,7 @@ from kvattn.kernels.hopper.decode_parts import (
     Strides,
 )
 from kvattn.kernels.hopper.decode_tile import attend
-
-
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], BAR)
-    for i in gl.static_range(COUNT):
-        mbarrier.init(bars.index(i), count=ARRIVALS)
-    return bars
+from kvattn.kernels.hopper.parts import barriers
 
 
 @gluon.jit
@@ -57,8 +49,8 @@ def decode(
     BOXES: gl.constexpr = form.BN // form.BOX
     k_data = _buffer(k, STAGES * BOXES)
     v_data = _buffer(v, STAGES * BOXES)
-    full = _barriers(STAGES, 1)
-    empty = _barriers(STAGES, 32 * form.WARPS)
+    full = barriers(STAGES, 1)
+    empty = barriers(STAGES, 32 * form.WARPS)
     fence_async_shared()
     at = Places(LENGTHS, ROWS, PAGES, table_stride, batch, each, parts, slots, queries, steps,
                 capacity, rows, blocks)  # fmt: skip

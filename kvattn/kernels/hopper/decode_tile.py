@@ -116,13 +116,11 @@ def _borders(share, at, mask, form: gl.constexpr):
     """How many of the share's tiles come before those that are seen whole, and before the rest."""
     BN: gl.constexpr = form.BN
     offset = share.keys - at.queries
-    free = share.low
-    bound = share.high
-    if form.LEFT:
-        last = gl.minimum((share.row + form.R - 1) // form.GROUP, at.queries - 1) + offset
-        free = gl.maximum(free, last - mask.left)
-    if form.RIGHT:
-        bound = gl.minimum(bound, share.row // form.GROUP + offset + mask.right + 1)
+    last = gl.minimum((share.row + form.R - 1) // form.GROUP, at.queries - 1)
+    free, bound = tile.seen_by_all(
+        share.row // form.GROUP + offset, last + offset, share.low, share.high,
+        mask.left, mask.right, 0, form.LEFT, form.RIGHT, False,
+    )  # fmt: skip
     if form.NEW > 0:
         bound = gl.minimum(bound, share.old)
     free = gl.cdiv(gl.maximum(free, 0), BN) * BN

@@ -1,8 +1,8 @@
-"""What the partitions of the prefill kernel share: buffers with their barriers, small steps."""
+"""What the Hopper kernels share: barriers and small steps, the buffers of prefill."""
 
 from typing import Any, NamedTuple
 
-from kvattn.kernels.hopper.compat import async_copy, gl, gluon
+from kvattn.kernels.hopper.compat import async_copy, gl, gluon, mbarrier
 
 FIELDS = gl.constexpr(16)  # numbers that describe a piece of work
 PIECES = gl.constexpr(4)  # of them known ahead
@@ -62,6 +62,16 @@ def named_barrier(WHAT: gl.constexpr, ID: gl.constexpr, THREADS: gl.constexpr):
         f"bar.{WHAT} {ID}, {THREADS};\n\tmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
         pack=1,
     )  # fmt: skip
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Barriers that a copy completes or `ARRIVALS` threads do."""
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], BAR)
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    return bars
 
 
 @gluon.jit

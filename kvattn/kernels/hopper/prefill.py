@@ -1,20 +1,10 @@
 """Attention of many query rows: one warp copies, two or three warpgroups compute in turns."""
 
-from kvattn.kernels.hopper.compat import fence_async_shared, gl, gluon, mbarrier, reinterpret
+from kvattn.kernels.hopper.compat import fence_async_shared, gl, gluon, reinterpret
 from kvattn.kernels.hopper.copies import copy
-from kvattn.kernels.hopper.parts import FIELDS, PIECES, Ring, Rings, Scaling, Tensors
+from kvattn.kernels.hopper.parts import FIELDS, PIECES, Ring, Rings, Scaling, Tensors, barriers
 from kvattn.kernels.hopper.rows import compute
 from kvattn.kernels.hopper.schedule import Bounds, Index, Sizes
-
-
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Barriers that a copy completes or `ARRIVALS` threads do."""
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], BAR)
-    for i in gl.static_range(COUNT):
-        mbarrier.init(bars.index(i), count=ARRIVALS)
-    return bars
 
 
 @gluon.jit
@@ -63,13 +53,13 @@ def prefill(
     news = gl.allocate_shared_memory(
         gl.int32, [PIECES, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    q_full = _barriers(form.Q_STAGES * GROUPS, 1)
-    q_empty = _barriers(form.Q_STAGES * GROUPS, 1)
-    k_full = _barriers(STAGES, 1)
-    k_empty = _barriers(STAGES, 128 * GROUPS)
-    v_full = _barriers(STAGES, 1)
-    v_empty = _barriers(STAGES, 128 * GROUPS)
-    work = Ring(news, _barriers(PIECES, 1), _barriers(PIECES, GROUPS))
+    q_full = barriers(form.Q_STAGES * GROUPS, 1)
+    q_empty = barriers(form.Q_STAGES * GROUPS, 1)
+    k_full = barriers(STAGES, 1)
+    k_empty = barriers(STAGES, 128 * GROUPS)
+    v_full = barriers(STAGES, 1)
+    v_empty = barriers(STAGES, 128 * GROUPS)
+    work = Ring(news, barriers(PIECES, 1), barriers(PIECES, GROUPS))
     fence_async_shared()
     tensors = Tensors(
         q, k, v, OUT, LSE, SINKS, ALIBI, (out_b, out_h, out_t), (lse_b, lse_h, lse_t),
