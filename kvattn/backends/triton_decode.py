@@ -132,9 +132,8 @@ def _bytes(s: Shape, block: int, stages: int) -> int:
 def takes(r: Request) -> bool:
     """Whether the decode kernel knows everything that the call asks for."""
     lead = r.lead
-    others = (r.qv, r.rel_bias, r.alibi_slopes, r.score_mod, r.mask_mod, r.cu_seqlens_k)
-    more = (r.block_sparse, r.gather_kv_indices, r.sfq, r.sfk, r.sfv)
-    if r.q is None or r.k_cache is None or any(x is not None for x in (*others, *more)):
+    others = (r.qv, r.cu_seqlens_k, r.block_sparse, r.gather_kv_indices, r.sfq, r.sfk, r.sfv)
+    if r.q is None or r.k_cache is None or any(x is not None for x in others):
         return False
     if r.k_cache.dim() != 4 or any(x.numel() == 0 for x in (lead, r.k_cache, r.pool)):
         return False
@@ -186,7 +185,8 @@ def shape_of(r: Request) -> Shape:
         leftpad=r.cache_leftpad is not None, processors=launch.processors(r.lead.device),
         shared=launch.shared_memory(r.lead.device), invariant=r.batch_invariant,
         splits=r.num_splits,
-        plain=r.window[0] is None and r.attention_chunk == 0 and r.softcap == 0,
+        plain=r.window[0] is None and r.attention_chunk == 0 and not launch.edits(r)
+        and r.mask_mod is None,
         warpgroups=launch.warpgroups(r.lead.device),
     )  # fmt: skip
 
@@ -213,11 +213,16 @@ def decode(r: Request, out: Tensor, lse: Tensor) -> None:
         part = target().scratch("part", spots * t.r * dvp, device)
         stats = target().scratch("stats", spots * t.r * 2, device)
         count = target().counters(spots, device)
-    constants = _constants(r, s, t)
+    mods = launch.lowered(r)
+    constants = _constants(r, s, t, mods)
     target().launch(
         _decode,
         (spots,),
-        (*_tensors(r, out, lse, part, stats, count), *_numbers(r, t, out, lse)),
+        (
+            *_tensors(r, out, lse, part, stats, count),
+            *mods.captured,
+            *_numbers(r, t, out, lse),
+        ),
         constants,
         num_warps=t.warps,
         num_stages=t.stages if launch.copyable(r) else 1,
@@ -246,7 +251,8 @@ def _tensors(
         lse if r.return_lse else None, part, stats, count, launch.raw(k), launch.raw(v),
         r.cache_seqlens, r.cu_seqlens_q, r.cu_seqlens_k_new, r.seqused_q, r.cache_leftpad,
         r.cache_batch_idx, r.page_table, launch.rotary(r.rotary_cos), launch.rotary(r.rotary_sin),
-        r.rotary_seqlens, r.q_descale, r.k_descale, r.v_descale, r.sinks,
+        r.rotary_seqlens, r.q_descale, r.k_descale, r.v_descale, r.sinks, r.alibi_slopes,
+        r.rel_bias,
     )  # fmt: skip
 
 
@@ -260,18 +266,22 @@ def _numbers(r: Request, t: Tiles, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
     k, v = _new(r)
     table_stride, lines, blocks, _ = launch.table(r)
     left, right = r.window
+    bias = r.rel_bias
     return (
         of_rows(launch.unit(r.q)), launch.strides(r.k_cache), launch.strides(r.v_cache),
         of_rows(out), (0, *lse.stride()) if ragged else lse.stride(), of_rows(k), of_rows(v),
         *(launch.scale_strides(x) for x in (r.q_descale, r.k_descale, r.v_descale)),
+        launch.broadcast_strides(r.alibi_slopes, (r.batch, r.heads)),
+        (0, 0, 0, 0) if bias is None else (0, *bias.stride()) if ragged else bias.stride(),
         table_stride, r.batch, t.slots, t.each, t.parts, r.lead.shape[0 if ragged else 1],
         launch.fresh(r), r.capacity, lines, blocks,
         0 if r.rotary_cos is None else r.rotary_cos.shape[0],
         r.softmax_scale, r.softcap, left or 0, right or 0, r.attention_chunk,
+        0 if bias is None else bias.shape[-1],
     )  # fmt: skip
 
 
-def _constants(r: Request, s: Shape, t: Tiles) -> dict[str, Any]:
+def _constants(r: Request, s: Shape, t: Tiles, mods: launch.Mods) -> dict[str, Any]:
     d, dv = r.lead.shape[-1], r.pool.shape[-1]
     left, right = r.window
     scaled = any(x is not None for x in (r.q_descale, r.k_descale, r.v_descale))
@@ -294,8 +304,9 @@ def _constants(r: Request, s: Shape, t: Tiles) -> dict[str, Any]:
         "V_KIND": launch.kind(r.v_cache),
         "INCLUDED": r.slot_mapping is not None, "HAS_LEFT": left is not None,
         "HAS_RIGHT": right is not None, "CHUNKED": r.attention_chunk > 0,
-        "CAPPED": r.softcap > 0,
-        "RAW": not (scaled or r.softcap > 0) and r.softmax_scale > 0,
+        "CAPPED": r.softcap > 0, "EDITED": launch.edits(r),
+        "RAW": not (scaled or launch.edits(r)) and r.softmax_scale > 0,
+        **mods.functions,
         "NEW": 0 if k is None else triton.next_power_of_2(k.shape[1]),
         "CAST": casts[0], "V_CAST": casts[1], "SCALING": scalings[0], "V_SCALING": scalings[1],
         "R": t.r, "TILES": t.tiles, "W": t.warps, "NK": t.keys, "BATCH": t.flat,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -177,7 +177,7 @@ def _block_map(r: Request) -> tuple[Tensor | None, int, int]:
     return total[..., :columns], *sparse.block_size
 
 
-def _broadcast_strides(x: Tensor | None, shape: tuple[int, ...]) -> tuple[int, ...]:
+def broadcast_strides(x: Tensor | None, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (0,) * len(shape) if x is None else tuple(x.expand(shape).stride())
 
 
@@ -245,6 +245,12 @@ def copyable(r: Request) -> bool:
     )
 
 
+def edits(r: Request) -> bool:
+    """Whether anything but the softmax scale changes the scores."""
+    more = (r.rel_bias, r.alibi_slopes, r.score_mod)
+    return r.softcap > 0 or any(x is not None for x in more)
+
+
 def attend(r: Request, out: Tensor, lse: Tensor) -> None:
     """One launch over all row tiles, kv heads and shares of the keys."""
     lead, heads = r.lead, r.kv_heads
@@ -256,12 +262,12 @@ def attend(r: Request, out: Tensor, lse: Tensor) -> None:
     longest = min(total, r.max_seqlen_q or total) if ragged else total
     if ragged and r.max_seqlen_q is None:
         longest = -(-total // r.batch)
-    score, mask = lowered(r)
-    edited = r.softcap > 0 or any(x is not None for x in (r.rel_bias, r.alibi_slopes, score))
+    mods = lowered(r)
+    edited = edits(r)
     rows = longest * group
     if r.batch_invariant:  # one tile for any few query tokens
         rows = 16 if longest <= 8 else 64
-    bm, bn, warps, stages = _tile(r, rows, edited or mask is not None)
+    bm, bn, warps, stages = _tile(r, rows, edited or mods.mask is not None)
     tiles = -(-total * group // bm)
     all_tiles = total * group // bm + r.batch if ragged else tiles * r.batch
     reach = r.capacity if r.window[0] is None else min(r.capacity, r.window[0] + longest + bn)
@@ -285,7 +291,9 @@ def attend(r: Request, out: Tensor, lse: Tensor) -> None:
     stride, lines, blocks, size = table(r)
     block_map, map_m, map_n = _block_map(r)
     scaled = any(x is not None for x in (r.q_descale, r.k_descale, r.v_descale))
-    plain = score is None and mask is None and block_map is None and r.attention_chunk == 0
+    plain = (
+        mods.score is None and mods.mask is None and block_map is None and r.attention_chunk == 0
+    )
     unscaled = not (edited or scaled or r.qv is not None) and r.softmax_scale > 0
     map_strides = (0, 0, 0)
     if block_map is not None:
@@ -309,12 +317,12 @@ def attend(r: Request, out: Tensor, lse: Tensor) -> None:
         rotary(r.rotary_cos), rotary(r.rotary_sin), r.rotary_seqlens,
         r.q_descale, r.k_descale, r.v_descale, raw(r.sfq), raw(r.sfk), raw(r.sfv),
         r.alibi_slopes, r.sinks, bias, block_map,
-        () if score is None else score.aux, () if mask is None else mask.aux,
+        *mods.captured,
         none3 if q is None else query(q), none3 if qv is None else query(qv),
         strides(r.k_cache), strides(r.v_cache), query(out), lse_strides,
         scale_strides(r.q_descale), scale_strides(r.k_descale), scale_strides(r.v_descale),
         _mx_strides(r.sfq, r.q), _mx_strides(r.sfk, r.k_cache), _mx_strides(r.sfv, r.v_cache),
-        _broadcast_strides(r.alibi_slopes, (r.batch, r.heads)),
+        broadcast_strides(r.alibi_slopes, (r.batch, r.heads)),
         (0, 0, 0, 0) if bias is None else (0, *bias.stride()) if ragged else tuple(bias.stride()),
         map_strides,
         stride, r.batch, tiles, total, fresh(r), r.capacity, lines, blocks,
@@ -333,8 +341,7 @@ def attend(r: Request, out: Tensor, lse: Tensor) -> None:
         "HAS_RIGHT": right is not None, "CHUNKED": r.attention_chunk > 0, "CAPPED": r.softcap > 0,
         "BY_TOKEN_K": k_by_token, "BY_TOKEN_V": v_by_token, "SFV_TOKENS": tokens_sfv,
         "MAP_M": map_m, "MAP_N": map_n, "MAP_FLAT": r.gather_kv_indices is not None,
-        "SCORE_MOD": None if score is None else score.function,
-        "MASK_MOD": None if mask is None else mask.function, "EDITED": edited,
+        **mods.functions, "EDITED": edited,
         "BM": bm, "BN": bn, "SPLIT": split, "LEAF": leaf, "REVERSED": right is not None,
         "MR": mr, "SPAN": span,
         "PLAIN": plain, "RAW": unscaled, "ALIGNED": size % bn == 0 and r.cache_leftpad is None,
@@ -353,16 +360,34 @@ def splits_of(r: Request, programs: int, reach: int, bn: int) -> int:
     return max(1, min(wanted, most, 128))
 
 
-def lowered(r: Request) -> tuple[Any, Any]:
-    """score_mod and mask_mod as device functions with their captured tensors."""
+class Mods(NamedTuple):
+    """The call's mods as device functions with their captured tensors."""
+
+    score: Any = None
+    mask: Any = None
+    bounds: Any = None  # of the keys that the mask may keep, where it was made with them
+
+    @property
+    def captured(self) -> tuple[tuple[Any, ...], ...]:
+        return tuple([() if mod is None else mod.aux for mod in self])
+
+    @property
+    def functions(self) -> dict[str, Any]:
+        names = ("SCORE_MOD", "MASK_MOD", "BOUNDS")
+        mods = zip(names, self, strict=True)
+        return {name: None if mod is None else mod.function for name, mod in mods}
+
+
+def lowered(r: Request) -> Mods:
     if r.score_mod is None and r.mask_mod is None:
-        return None, None
+        return Mods()
     from kvattn import mods
 
     device = r.lead.device
-    score = mask = None
+    score = mask = bounds = None
     if r.score_mod is not None:
         score = mods.lower_score_mod(r.score_mod, r.aux_tensors, device)
     if r.mask_mod is not None:
         mask = mods.lower_mask_mod(r.mask_mod, r.aux_tensors, device)
-    return score, mask
+        bounds = mods.lower_interval(r.mask_mod, r.aux_tensors, device)
+    return Mods(score, mask, bounds)

@@ -134,7 +134,7 @@ def attend(r: Request, out: Tensor, lse: Tensor, tiles: Tiles | None = None) -> 
     left, right = r.window
     share = tiles.share or _share(r, da + va)
     stride, lines, blocks, size = launch.table(r)
-    score, _ = launch.lowered(r)
+    score = launch.lowered(r).score
     lead: tuple[int, ...] = (0,) if ragged else ()
     arguments = (
         q, k_cache, r.pool, *boxes, out, lse if r.return_lse else None,

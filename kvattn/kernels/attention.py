@@ -72,7 +72,7 @@ def attention(
     Q, QV, K, V, OUT, LSE, PART, STATS, COUNT,
     LENGTHS, Q_EDGES, K_EDGES, NEW_EDGES, USED, LEFTPAD, ROWS, PAGES,
     COS, SIN, BASES, Q_SCALE, K_SCALE, V_SCALE, SFQ, SFK, SFV,
-    ALIBI, SINKS, REL_BIAS, BLOCK_MAP, SCORE_AUX, MASK_AUX,
+    ALIBI, SINKS, REL_BIAS, BLOCK_MAP, SCORE_AUX, MASK_AUX, BOUNDS_AUX,
     q_strides, qv_strides, k_strides, v_strides, out_strides, lse_strides, scale_strides,
     k_scale_strides, v_scale_strides, sfq_strides, sfk_strides, sfv_strides,
     alibi_strides, bias_strides, map_strides,
@@ -87,7 +87,7 @@ def attention(
     CHUNKED: tl.constexpr, CAPPED: tl.constexpr, BY_TOKEN_K: tl.constexpr,
     BY_TOKEN_V: tl.constexpr, SFV_TOKENS: tl.constexpr, MAP_M: tl.constexpr, MAP_N: tl.constexpr,
     MAP_FLAT: tl.constexpr,
-    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, EDITED: tl.constexpr,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, BOUNDS: tl.constexpr, EDITED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, LEAF: tl.constexpr,
     REVERSED: tl.constexpr, PLAIN: tl.constexpr, RAW: tl.constexpr, ALIGNED: tl.constexpr,
     MR: tl.constexpr, SPAN: tl.constexpr,
@@ -134,6 +134,10 @@ def attention(
     low, high = tile.seen(
         first_place, last_place, keys, left, right, chunk, HAS_LEFT, HAS_RIGHT, CHUNKED,
     )  # fmt: skip
+    if BOUNDS is not None:
+        first, end = BOUNDS(b.to(tl.int32), query_head[:, None].to(tl.int32), token[:, None],
+                            q_first, shift.to(tl.int32), q_len, keys, BOUNDS_AUX)  # fmt: skip
+        low, high = tile.bounded(low, high, first, end, live[:, None])
     if SPLIT:
         if LEAF > 0:  # fixed shares: a row's sums do not depend on who else is there
             low = tl.maximum(low, split * LEAF)
@@ -254,6 +258,24 @@ def attention(
                 row = row % PAGE
                 k_off = block * k_strides[0] + row * k_strides[1] + head * k_strides[2]
                 v_off = block * v_strides[0] + row * v_strides[1] + head * v_strides[2]
+            if MASK_MOD is not None or BLOCK_MAP is not None:  # hidden from every row: not read
+                chosen = ok[None, :] & live[:, None]
+                if MASK_MOD is not None:
+                    mask_head = query_head[:, None].to(tl.int32)
+                    by_mod = MASK_MOD(b.to(tl.int32), mask_head, token[:, None], j[None, :],
+                                      q_first, shift.to(tl.int32), q_len, keys,
+                                      MASK_AUX)  # fmt: skip
+                if BLOCK_MAP is not None:
+                    spot = b * map_strides[0] + query_head[:, None] * map_strides[1]
+                    map_row = at if MAP_FLAT else token // MAP_M
+                    spot += map_row[:, None] * map_strides[2] + (j // MAP_N)[None, :]
+                    state = tl.load(BLOCK_MAP + spot, mask=chosen, other=0)
+                    if MASK_MOD is not None:
+                        by_mod = (state == 2) | ((state == 1) & by_mod)
+                    else:
+                        by_mod = state > 0
+                chosen = chosen & by_mod
+                ok = tl.max(chosen.to(tl.int32), 0) > 0
             s = tl.zeros([BM, BN], tl.float32)
             if Q is not None:
                 ka = _cached(K, k_off, ok, da, SFK, block, row, head, sfk_strides, D, D == DA,
@@ -317,22 +339,8 @@ def attention(
                 if CHUNKED:
                     mine = tile.floor_to(place, chunk)[:, None]
                     keep = keep & (mine == tile.floor_to(j, chunk)[None, :])
-                if MASK_MOD is not None:
-                    mask_head = query_head[:, None].to(tl.int32)
-                    chosen = MASK_MOD(b.to(tl.int32), mask_head, token[:, None], j[None, :],
-                                      q_first, shift.to(tl.int32), q_len, keys,
-                                      MASK_AUX)  # fmt: skip
-                    if BLOCK_MAP is None:
-                        keep = keep & chosen
-                if BLOCK_MAP is not None:
-                    spot = b * map_strides[0] + query_head[:, None] * map_strides[1]
-                    map_row = at if MAP_FLAT else token // MAP_M
-                    spot += map_row[:, None] * map_strides[2] + (j // MAP_N)[None, :]
-                    state = tl.load(BLOCK_MAP + spot, mask=keep, other=0)
-                    if MASK_MOD is not None:
-                        keep = keep & ((state == 2) | ((state == 1) & chosen))
-                    else:
-                        keep = keep & (state > 0)
+                if MASK_MOD is not None or BLOCK_MAP is not None:
+                    keep = keep & chosen
                 s = tl.where(keep, s, float("-inf"))
             if RAW:
                 m_new = tl.maximum(m, tl.max(s, 1) * k_factor)

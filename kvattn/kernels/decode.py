@@ -139,9 +139,37 @@ def _folded(x, W: tl.constexpr):
         return _folded(a + b, W // 2)
 
 
+@triton.jit
+def _edited(
+    s, b, head, token, place, live, j, q_first, shift, q_len, keys, right, distances, softcap,
+    slope, REL_BIAS, SCORE_AUX, bias_strides, HAS_RIGHT: tl.constexpr, SCORE_MOD: tl.constexpr,
+    CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Scores [W, R, NK] with all that the call adds to them, in the contract's order, in base 2."""
+    distance = place[None, :, None] - j[:, None, :]
+    if REL_BIAS is not None:
+        bias_at = distance + right
+        if not HAS_RIGHT:
+            bias_at = (keys - 1 - j)[:, None, :] + place[None, :, None] * 0
+        known = (bias_at >= 0) & (bias_at < distances) & live[None, :, None]
+        row = b * bias_strides[0] + (q_first + token).to(tl.int64) * bias_strides[1]
+        row += head * bias_strides[2]
+        bias = tl.load(REL_BIAS + row[None, :, None] + bias_at * bias_strides[3], known, other=0)
+        s += bias.to(tl.float32)
+    if SCORE_MOD is not None:
+        s = SCORE_MOD(s, b.to(tl.int32), head[None, :, None].to(tl.int32), token[None, :, None],
+                      j[:, None, :], q_first, shift.to(tl.int32), q_len, keys,
+                      SCORE_AUX).to(tl.float32)  # fmt: skip
+    if CAPPED:
+        s = softcap * tile.tanh(s / softcap)
+    if slope is not None:
+        s -= slope[None, :, None] * tl.abs(distance).to(tl.float32)
+    return s * 1.4426950408889634
+
+
 _PLAIN_NUMBERS = (
     *("steps", "capacity", "positions", "left", "right", "chunk", "batch", "queries", "rows"),
-    *("blocks", "each", "parts", "slots", "table_stride"),
+    *("blocks", "each", "parts", "slots", "table_stride", "distances"),
 )
 
 
@@ -149,17 +177,19 @@ _PLAIN_NUMBERS = (
 def decode(
     Q, K, V, OUT, LSE, PART, STATS, COUNT, K_NEW, V_NEW,
     LENGTHS, Q_EDGES, NEW_EDGES, USED, LEFTPAD, ROWS, PAGES,
-    COS, SIN, BASES, Q_SCALE, K_SCALE, V_SCALE, SINKS,
+    COS, SIN, BASES, Q_SCALE, K_SCALE, V_SCALE, SINKS, ALIBI, REL_BIAS, SCORE_AUX, MASK_AUX,
+    BOUNDS_AUX,
     q_strides, k_strides, v_strides, out_strides, lse_strides, k_new_strides, v_new_strides,
-    scale_strides, k_scale_strides, v_scale_strides,
+    scale_strides, k_scale_strides, v_scale_strides, alibi_strides, bias_strides,
     table_stride, batch, slots, each, parts, queries, steps, capacity, rows, blocks, positions,
-    softmax_scale, softcap, left, right, chunk,
+    softmax_scale, softcap, left, right, chunk, distances,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ADVANCE: tl.constexpr,
     DTYPE: tl.constexpr, Q_KIND: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
     INCLUDED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     CHUNKED: tl.constexpr, CAPPED: tl.constexpr, RAW: tl.constexpr,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, BOUNDS: tl.constexpr, EDITED: tl.constexpr,
     NEW: tl.constexpr, CAST: tl.constexpr, V_CAST: tl.constexpr,
     SCALING: tl.constexpr, V_SCALING: tl.constexpr,
     R: tl.constexpr, TILES: tl.constexpr, W: tl.constexpr, NK: tl.constexpr,
@@ -199,7 +229,7 @@ def decode(
         splits = each
     split = slot - first_slot
     b = b.to(tl.int64)
-    line, _shift, start, keys, old, active = tile.keys_of(
+    line, shift, start, keys, old, active = tile.keys_of(
         b, LENGTHS, None, NEW_EDGES, LEFTPAD, ROWS, steps, capacity, rows, INCLUDED,
     )  # fmt: skip
     # --- which rows
@@ -219,6 +249,13 @@ def decode(
     low, high = tile.seen(
         first_place, last_place, keys, left, right, chunk, HAS_LEFT, HAS_RIGHT, CHUNKED,
     )  # fmt: skip
+    live = r < q_len * GROUP
+    query_head = head * GROUP + r % GROUP
+    if BOUNDS is not None:
+        first_key, end_key = BOUNDS(b.to(tl.int32), query_head[:, None].to(tl.int32),
+                                    token[:, None], q_first, shift.to(tl.int32), q_len, keys,
+                                    BOUNDS_AUX)  # fmt: skip
+        low, high = tile.bounded(low, high, first_key, end_key, live[:, None])
     if LEAF > 0:  # fixed shares: a row's sums do not depend on who else is there
         splits = tl.maximum(_leaves(keys, LEAF), 1)
         low = tl.maximum(low, _leaf_first(split, LEAF))
@@ -252,7 +289,7 @@ def decode(
         if LEAF > 0:
             mine = _leaves(new_key + 1, LEAF) - 1 == split
         else:
-            mine = (new_key // BN - low // BN) % splits == split
+            mine = tl.maximum(new_key // BN - low // BN, 0) % splits == split
         mine = mine & (t < steps) & (new_key >= 0) & (new_key < keys)
         new_row = (old + t).to(tl.int64)
         if PAGES is None:
@@ -300,8 +337,11 @@ def decode(
     if V_SCALE is not None:
         v_factor = tl.load(V_SCALE + b * v_scale_strides[0] + head * v_scale_strides[1])
     LOG2E: tl.constexpr = 1.4426950408889634
-    if not CAPPED:
+    if not EDITED:
         k_factor *= LOG2E
+    slope = None
+    if ALIBI is not None:
+        slope = tl.load(ALIBI + b * alibi_strides[0] + query_head * alibi_strides[1])
     # --- tiles: masked at the left edge, whole, masked at the right edge
     m = tl.full([W, R], float("-inf"), tl.float32)
     l = tl.zeros([W, R], tl.float32)
@@ -356,17 +396,27 @@ def decode(
                 v_base = head * v_strides[2]
                 k_lanes = block * k_strides[0] + row * k_strides[1] + near * k_strides[1]
                 v_lanes = block * v_strides[0] + row * v_strides[1] + near * v_strides[1]
+            if MASK_MOD is not None:  # what it hides from every row is not read
+                chosen = MASK_MOD(b.to(tl.int32), query_head[None, :, None].to(tl.int32),
+                                  token[None, :, None], j[:, None, :], q_first,
+                                  shift.to(tl.int32), q_len, keys, MASK_AUX)  # fmt: skip
+                chosen = chosen & ok[:, None, :] & live[None, :, None]
+                ok = tl.max(chosen.to(tl.int32), 1) > 0
             page = _pages(LINE, at + step, lane, start, last, PAGE, NK, W, SPREAD)
-            k = _cached(K, k_base, k_lanes, dk, ok, D, DP, DTYPE, K_KIND, NATIVE, phase != 1)
-            v = _cached(V, v_base, v_lanes, dv, ok, DV, DVP, DTYPE, V_KIND, NATIVE, phase != 1)
+            k = _cached(K, k_base, k_lanes, dk, ok, D, DP, DTYPE, K_KIND, NATIVE,
+                        phase != 1 or MASK_MOD is not None)  # fmt: skip
+            v = _cached(V, v_base, v_lanes, dv, ok, DV, DVP, DTYPE, V_KIND, NATIVE,
+                        phase != 1 or MASK_MOD is not None)  # fmt: skip
             s = tl.dot(q, k)
             if R < BM:  # rows behind R are padding
                 s, _padding = tl.split(tl.permute(tl.reshape(s, (W, 2, R, NK)), (0, 2, 3, 1)))
             if not RAW:
                 s = s * k_factor
-            if CAPPED:
-                s = softcap * tile.tanh(s / softcap) * LOG2E
-            if phase != 1:
+            if EDITED:
+                s = _edited(s, b, query_head, token, place, live, j, q_first, shift,
+                            q_len, keys, right, distances, softcap, slope, REL_BIAS, SCORE_AUX,
+                            bias_strides, HAS_RIGHT, SCORE_MOD, CAPPED)  # fmt: skip
+            if phase != 1 or MASK_MOD is not None:
                 keep = ok[:, None, :]
                 distance = place[None, :, None] - j[:, None, :]
                 if HAS_RIGHT:
@@ -376,13 +426,15 @@ def decode(
                 if CHUNKED:
                     own = tile.floor_to(place, chunk)[None, :, None]
                     keep = keep & (own == tile.floor_to(j, chunk)[:, None, :])
+                if MASK_MOD is not None:
+                    keep = keep & chosen
                 s = tl.where(keep, s, float("-inf"))
             m_new = tl.max(s, 2)
             if RAW:
                 m_new = m_new * k_factor
             m_new = tl.maximum(m, m_new)
             safe = m_new
-            if phase != 1:
+            if phase != 1 or MASK_MOD is not None:
                 safe = tl.where(m_new == float("-inf"), 0.0, m_new)
             if RAW:
                 p = tl.exp2(s * k_factor - safe[:, :, None])
@@ -406,7 +458,6 @@ def decode(
     if PART is not None and splits > 1:
         whole = (program // HEADS % TILES * HEADS + head) * slots + first_slot
         mine_r = tl.arange(0, R)
-        live = r < q_len * GROUP
         spots = (whole + split) * R + mine_r
         tl.store(STATS + spots * 2, top, mask=live)
         tl.store(STATS + spots * 2 + 1, l, mask=live)

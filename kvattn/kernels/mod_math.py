@@ -23,7 +23,7 @@ _READ = tl.constexpr("""{
 
 @triton.constexpr_function
 def _for_scores(at):
-    return len(at.shape) == 2 and min(map(int, at.shape)) > 1
+    return len(at.shape) > 1 and min(map(int, at.shape)) > 1
 
 
 @triton.jit

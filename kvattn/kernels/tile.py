@@ -225,3 +225,12 @@ def find_row(EDGES, count, row):
         else:
             high = middle
     return low
+
+
+@triton.jit
+def bounded(low, high, first, end, live):
+    """What of the keys low..high the intervals first..end of the live rows reach between them."""
+    far: tl.constexpr = 2147483647
+    first = tl.min(tl.where(live, first, far))
+    end = tl.max(tl.where(live, end, 0))
+    return tl.minimum(tl.maximum(low, first), tl.maximum(high, 0)), tl.minimum(high, end)
