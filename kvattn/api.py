@@ -54,6 +54,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     *,
     max_seqlen_k: int | None = None,
+    common_prefix_len: int = 0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     score_mod: Mod = None,
@@ -104,6 +105,9 @@ def flash_attn_with_kvcache(
         cu_seqlens_q: (B + 1,) int32: ragged queries.
         cu_seqlens_k_new: (B + 1,) int32: ragged new tokens.
         max_seqlen_q, max_seqlen_k: upper bounds, hints.
+        common_prefix_len: a promise: the first so many keys of all sequences, as far as a
+            sequence is that long, lie in the same memory (the same pages, or one cache row). They
+            are then read once for all, where that is faster; results are the same.
         rotary_seqlens: (B,) int32: base position for rotary in place of `cache_seqlens`.
         q_descale, k_descale, v_descale: float or fp32 broadcastable to (B, Hk): factors of q, k
             and v. k and v also take the cache's shape without its last dimension: one scale per
@@ -173,6 +177,7 @@ def flash_attn_with_kvcache(
         "cu_seqlens_k_new": cu_seqlens_k_new,
         "max_seqlen_q": max_seqlen_q,
         "max_seqlen_k": max_seqlen_k,
+        "common_prefix_len": common_prefix_len,
         "rotary_seqlens": rotary_seqlens,
         "q_descale": q_descale,
         "k_descale": k_descale,

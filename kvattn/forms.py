@@ -179,7 +179,7 @@ def _key(given: dict[str, Any]) -> tuple[Key | None, list[Tensor]]:
 # Left out of keys where they are these very objects; None is left out everywhere.
 _USUAL: dict[str, Any] = {
     **dict.fromkeys(("causal", "only_qv", "batch_invariant", "return_lse", "deterministic"), False),
-    **dict.fromkeys(("attention_chunk", "num_splits", "sm_margin"), 0),
+    **dict.fromkeys(("attention_chunk", "num_splits", "sm_margin", "common_prefix_len"), 0),
     "rotary_interleaved": True,
 }
 _SOURCES = {"cache_seqlens": "seqused_k", "cu_seqlens_k_new": "cu_seqlens_q"}

@@ -31,7 +31,7 @@ _SCALARS = (
     *("SymInt attention_chunk", "float softcap", "bool rotary_interleaved", "bool only_qv"),
     *("SymInt? max_seqlen_q", "SymInt? max_seqlen_k", "SymInt? min_seqlen_k", "SymInt num_splits"),
     *("bool? pack_gqa", "SymInt sm_margin", "bool batch_invariant", "bool deterministic"),
-    *("float dropout_p", "str? backend"),
+    *("float dropout_p", "str? backend", "SymInt common_prefix_len"),
 )
 _EAGER = ("score_mod", "mask_mod", "aux_tensors", "block_sparse_tensors")
 _NUMBERS: dict[str, Any] = {"cache_seqlens": (int, NoneType)} | dict.fromkeys(
@@ -149,7 +149,8 @@ def _flat(arguments: dict[str, Any]) -> tuple[Any, ...]:
     for name in ("q_descale", "k_descale", "v_descale"):
         if isinstance(given.get(name), (int, float)):
             given[name] = given["v_cache"].new_full((), given[name], dtype=torch.float32)
-    for name in ("attention_chunk", "softcap", "num_splits", "sm_margin", "dropout_p"):
+    zeros = ("attention_chunk", "softcap", "num_splits", "sm_margin", "dropout_p")
+    for name in (*zeros, "common_prefix_len"):
         given[name] = given.get(name) or 0
     given["softcap"], given["dropout_p"] = float(given["softcap"]), float(given["dropout_p"])
     given.setdefault("rotary_interleaved", True)

@@ -88,6 +88,7 @@ class Request:
     attention_chunk: int = 0
     softcap: float = 0.0
     rotary_interleaved: bool = True
+    common_prefix_len: int = 0
     only_qv: bool = False
     return_lse: bool = False
     max_seqlen_q: int | None = None
@@ -322,7 +323,7 @@ _FACT_TENSORS = tuple(
 _FACT_SCALARS = (
     *("causal", "window", "attention_chunk", "softcap", "rotary_interleaved", "only_qv"),
     *("return_lse", "max_seqlen_q", "max_seqlen_k", "num_splits", "pack_gqa", "sm_margin"),
-    *("batch_invariant", "backend", "attend"),
+    *("batch_invariant", "backend", "attend", "common_prefix_len"),
 )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvattn import values
-from kvattn.backends import reference
+from kvattn.backends import prefix, reference
 from kvattn.plan import Plan, Prepared
 from kvattn.request import Facts, Request
 
@@ -36,7 +36,7 @@ def kernel(facts: Facts) -> str:
         return "append kernel"
     append = "append kernel, then " if facts.has("k") else ""
     layout = "paged" if facts.has("page_table") else "dense"
-    return f"{append}attention kernel over {layout} keys"
+    return f"{append}attention kernel over {layout} keys{prefix.kernel(facts)}"
 
 
 def run(r: Request, plan: Plan | None = None) -> tuple[Tensor, Tensor] | None:
@@ -44,6 +44,7 @@ def run(r: Request, plan: Plan | None = None) -> tuple[Tensor, Tensor] | None:
     from kvattn.backends import triton_decode as few
     from kvattn.backends import triton_launch as launch
     from kvattn.backends import triton_prefill as many
+    from kvattn.backends import triton_prefix as common
     from kvattn.backends.triton_replay import target
 
     if (r.score_mod is not None or r.mask_mod is not None) and values.readable(r.pool):
@@ -56,7 +57,7 @@ def run(r: Request, plan: Plan | None = None) -> tuple[Tensor, Tensor] | None:
         return None
     out, lse = target().outputs(r)
     if decode:
-        few.decode(r, out, lse)
+        few.decode(r, out, lse, common.attend(r) if prefix.shared(r.facts) else few.Common())
     elif many.takes(r):
         many.attend(r, out, lse)
     else:

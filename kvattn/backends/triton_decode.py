@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -59,6 +59,15 @@ class Tiles:
     flat: int  # 0, or a power of two at or above the batch: shares are dealt out on the device
     spread: int
     split: bool  # whether some sequence may have more than one share
+
+
+class Common(NamedTuple):
+    """What the kernel for a common prefix leaves: sums of `shares` shares for every row."""
+
+    part: Tensor | None = None
+    stats: Tensor | None = None
+    keys: int = 0
+    shares: int = 0
 
 
 def plan(s: Shape) -> Tiles:
@@ -202,8 +211,11 @@ def registers(s: Shape, t: Tiles) -> dict[str, int]:
     return {"maxnreg": 168} if small and room else {}
 
 
-def decode(r: Request, out: Tensor, lse: Tensor) -> None:
-    """One launch: new tokens stored where `appends(r)`, attention, merge."""
+def decode(r: Request, out: Tensor, lse: Tensor, common: Common = Common()) -> None:  # noqa: B008
+    """One launch: new tokens stored where `appends(r)`, attention, merge.
+
+    With what a common prefix left, the keys of the prefix are not read again.
+    """
     s = shape_of(r)
     t = plan(s)
     spots = t.slots * t.tiles * s.heads
@@ -214,14 +226,14 @@ def decode(r: Request, out: Tensor, lse: Tensor) -> None:
         stats = target().scratch("stats", spots * t.r * 2, device)
         count = target().counters(spots, device)
     mods = launch.lowered(r)
-    constants = _constants(r, s, t, mods)
+    constants = _constants(r, s, t, mods, common)
     target().launch(
         _decode,
         (spots,),
         (
-            *_tensors(r, out, lse, part, stats, count),
+            *_tensors(r, out, lse, part, stats, count, common),
             *mods.captured,
-            *_numbers(r, t, out, lse),
+            *_numbers(r, t, out, lse, common),
         ),
         constants,
         num_warps=t.warps,
@@ -244,6 +256,7 @@ def _tensors(
     part: Tensor | None,
     stats: Tensor | None,
     count: Tensor | None,
+    common: Common,
 ) -> tuple[Tensor | None, ...]:
     k, v = _new(r)
     return (
@@ -251,12 +264,14 @@ def _tensors(
         lse if r.return_lse else None, part, stats, count, launch.raw(k), launch.raw(v),
         r.cache_seqlens, r.cu_seqlens_q, r.cu_seqlens_k_new, r.seqused_q, r.cache_leftpad,
         r.cache_batch_idx, r.page_table, launch.rotary(r.rotary_cos), launch.rotary(r.rotary_sin),
-        r.rotary_seqlens, r.q_descale, r.k_descale, r.v_descale, r.sinks, r.alibi_slopes,
-        r.rel_bias,
+        r.rotary_seqlens, r.q_descale, r.k_descale, r.v_descale, r.sinks, common.part,
+        common.stats, r.alibi_slopes, r.rel_bias,
     )  # fmt: skip
 
 
-def _numbers(r: Request, t: Tiles, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
+def _numbers(
+    r: Request, t: Tiles, out: Tensor, lse: Tensor, common: Common
+) -> tuple[Any, ...]:
     """Strides, then sizes."""
     ragged = r.cu_seqlens_q is not None
 
@@ -275,13 +290,15 @@ def _numbers(r: Request, t: Tiles, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
         (0, 0, 0, 0) if bias is None else (0, *bias.stride()) if ragged else bias.stride(),
         table_stride, r.batch, t.slots, t.each, t.parts, r.lead.shape[0 if ragged else 1],
         launch.fresh(r), r.capacity, lines, blocks,
-        0 if r.rotary_cos is None else r.rotary_cos.shape[0],
+        0 if r.rotary_cos is None else r.rotary_cos.shape[0], common.keys, common.shares,
         r.softmax_scale, r.softcap, left or 0, right or 0, r.attention_chunk,
         0 if bias is None else bias.shape[-1],
     )  # fmt: skip
 
 
-def _constants(r: Request, s: Shape, t: Tiles, mods: launch.Mods) -> dict[str, Any]:
+def _constants(
+    r: Request, s: Shape, t: Tiles, mods: launch.Mods, common: Common
+) -> dict[str, Any]:
     d, dv = r.lead.shape[-1], r.pool.shape[-1]
     left, right = r.window
     scaled = any(x is not None for x in (r.q_descale, r.k_descale, r.v_descale))
@@ -311,16 +328,17 @@ def _constants(r: Request, s: Shape, t: Tiles, mods: launch.Mods) -> dict[str, A
         "CAST": casts[0], "V_CAST": casts[1], "SCALING": scalings[0], "V_SCALING": scalings[1],
         "R": t.r, "TILES": t.tiles, "W": t.warps, "NK": t.keys, "BATCH": t.flat,
         "LEAF": _LEAF if s.invariant else 0, "SPREAD": t.spread, "MR": mr, "SPAN": span,
-        "NATIVE": launch.native_fp8(r.lead.device), "PDL": _early(s, t, r.lead.device),
+        "NATIVE": launch.native_fp8(r.lead.device), "PDL": _early(s, t, r.lead.device, common),
     }  # fmt: skip
 
 
-def _early(s: Shape, t: Tiles, device: torch.device) -> bool:
+def _early(s: Shape, t: Tiles, device: torch.device, common: Common) -> bool:
     """Whether the launch begins before the kernel in front has ended, and waits on the GPU.
 
     That saves most of a microsecond, but costs one where a single sequence's programs are few.
     """
-    return launches_early(device) and s.batch > 1 and t.tiles == 1
+    few = s.batch == 1 or t.tiles > 1
+    return launches_early(device) and (common.shares > 0 or not few)
 
 
 @functools.cache

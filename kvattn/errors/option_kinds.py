@@ -287,6 +287,22 @@ class RotaryArgumentsError(ArgumentValueError):
     fix = "pass positions, or seqlen_offsets (with cu_seqlens for ragged x)"
 
 
+class CommonPrefixError(ArgumentValueError):
+    """common_prefix_len is no count of keys, exceeds the capacity, or comes with left padding."""
+
+    code = "KV188"
+    problem = "common_prefix_len must be a number of keys from 0 to the capacity"
+    fix = "pass the number of leading keys that all sequences share, 0 for none, without leftpad"
+
+
+class CommonPrefixMemoryError(ArgumentValueError):
+    """The sequences do not begin in the same memory, as common_prefix_len promises."""
+
+    code = "KV189"
+    problem = "the first common_prefix_len keys of all sequences must lie in the same memory"
+    fix = "let the page table's rows begin with the same pages, or pass a shorter prefix or 0"
+
+
 class IntArgumentError(ArgumentTypeError):
     """An argument that must be a non-negative integer is something else."""
 

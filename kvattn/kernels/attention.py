@@ -378,7 +378,7 @@ def attention(
             tl.store(COUNT + row_tile * HEADS + head, 0)
             combine.merge(
                 OUT, LSE, SINKS, PART, STATS, part, splits, block_row * BM, q_len, q_first, b,
-                head, active, v_factor, out_strides, lse_strides,
+                head, active, v_factor, out_strides, lse_strides, None, None, 0, 0, 0,
                 GROUP, BM, VA, VB, DV, MR, SPAN,
             )  # fmt: skip
     else:

@@ -29,7 +29,7 @@ def _leaf_first(i, LEAF: tl.constexpr):
 @triton.jit
 def _shares(
     LENGTHS, NEW_EDGES, LEFTPAD, Q_EDGES, slot, batch, fresh, capacity, reach, each, parts,
-    BN: tl.constexpr, INCLUDED: tl.constexpr, BATCH: tl.constexpr, LEAF: tl.constexpr,
+    queries, right, common, COMMON: tl.constexpr, HAS_RIGHT: tl.constexpr, BN: tl.constexpr, INCLUDED: tl.constexpr, BATCH: tl.constexpr, LEAF: tl.constexpr,
     GROUP: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Whose a slot is: (sequence, row tile, first slot of that tile, its shares).
@@ -52,6 +52,8 @@ def _shares(
         n = tl.minimum(n, capacity)
     if LEFTPAD is not None:
         n -= tl.maximum(tl.load(LEFTPAD + b, mask=there, other=0), 0)
+    if COMMON:  # what is read elsewhere takes no share
+        n -= tile.common_until(n, n - fresh, queries, right, common, HAS_RIGHT)
     n = tl.where(there, tl.maximum(n, 0), 0)
     row_tiles = there.to(tl.int32)
     if Q_EDGES is not None:
@@ -169,7 +171,7 @@ def _edited(
 
 _PLAIN_NUMBERS = (
     *("steps", "capacity", "positions", "left", "right", "chunk", "batch", "queries", "rows"),
-    *("blocks", "each", "parts", "slots", "table_stride", "distances"),
+    *("blocks", "each", "parts", "slots", "table_stride", "distances", "common", "common_shares"),
 )
 
 
@@ -177,12 +179,12 @@ _PLAIN_NUMBERS = (
 def decode(
     Q, K, V, OUT, LSE, PART, STATS, COUNT, K_NEW, V_NEW,
     LENGTHS, Q_EDGES, NEW_EDGES, USED, LEFTPAD, ROWS, PAGES,
-    COS, SIN, BASES, Q_SCALE, K_SCALE, V_SCALE, SINKS, ALIBI, REL_BIAS, SCORE_AUX, MASK_AUX,
-    BOUNDS_AUX,
+    COS, SIN, BASES, Q_SCALE, K_SCALE, V_SCALE, SINKS, COMMON, COMMON_STATS,
+    ALIBI, REL_BIAS, SCORE_AUX, MASK_AUX, BOUNDS_AUX,
     q_strides, k_strides, v_strides, out_strides, lse_strides, k_new_strides, v_new_strides,
     scale_strides, k_scale_strides, v_scale_strides, alibi_strides, bias_strides,
     table_stride, batch, slots, each, parts, queries, steps, capacity, rows, blocks, positions,
-    softmax_scale, softcap, left, right, chunk, distances,
+    common, common_shares, softmax_scale, softcap, left, right, chunk, distances,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ADVANCE: tl.constexpr,
@@ -202,7 +204,8 @@ def decode(
     """
     if PDL:  # the next kernel may start; nothing is read before the last one has ended
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        if COMMON is None:  # else that one has waited, and only what it leaves is not there yet
+            tl.extra.cuda.gdc_wait()
     BN: tl.constexpr = W * NK
     program = tl.program_id(0)
     head = (program % HEADS).to(tl.int64)
@@ -215,7 +218,7 @@ def decode(
             reach = tl.minimum(reach, left + queries + BN)
         b, tile_at, first_slot, splits = _shares(
             LENGTHS, NEW_EDGES, LEFTPAD, Q_EDGES, slot, batch, steps, capacity, reach, each, parts,
-            BN, INCLUDED, BATCH, LEAF, GROUP, R,
+            queries, right, common, COMMON is not None, HAS_RIGHT, BN, INCLUDED, BATCH, LEAF, GROUP, R,
         )  # fmt: skip
         if b >= batch:
             return
@@ -256,6 +259,8 @@ def decode(
                                     token[:, None], q_first, shift.to(tl.int32), q_len, keys,
                                     BOUNDS_AUX)  # fmt: skip
         low, high = tile.bounded(low, high, first_key, end_key, live[:, None])
+    if COMMON is not None:
+        low = tile.common_until(keys, old, queries, right, common, HAS_RIGHT)
     if LEAF > 0:  # fixed shares: a row's sums do not depend on who else is there
         splits = tl.maximum(_leaves(keys, LEAF), 1)
         low = tl.maximum(low, _leaf_first(split, LEAF))
@@ -450,9 +455,19 @@ def decode(
     beta = tl.exp2(m - tl.where(top == float("-inf"), 0.0, top)[None, :])
     l = tl.sum(l * beta, 0)
     acc = _folded(tl.permute(acc * beta[:, None, :], (1, 2, 0)), W)
+    common_step = batch * queries * GROUP
+    common_spot = head * common_shares * common_step + b * queries * GROUP
     if PART is None or splits == 1:
+        sums = tl.trans(acc)
+        if COMMON is not None:
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+            top, l, sums, _ = combine.added(
+                top, l, sums, sums, COMMON, COMMON_STATS, common_spot, common_step,
+                common_shares, r, live, DVP, 0, SPAN,
+            )  # fmt: skip
         combine.finish(
-            OUT, LSE, SINKS, top, l, tl.trans(acc), acc, r, q_len, q_first, b, head, active,
+            OUT, LSE, SINKS, top, l, sums, acc, r, q_len, q_first, b, head, active,
             v_factor, out_strides, lse_strides, GROUP, DVP, 0, DV,
         )  # fmt: skip
     if PART is not None and splits > 1:
@@ -466,8 +481,10 @@ def decode(
         arrived = tl.atomic_add(COUNT + whole, 1, sem="acq_rel")
         if arrived == splits - 1:
             tl.store(COUNT + whole, 0)
+            if COMMON is not None and PDL:
+                tl.extra.cuda.gdc_wait()
             combine.merge(
                 OUT, LSE, SINKS, PART, STATS, whole, splits, block_row * R, q_len, q_first, b,
-                head, active, v_factor, out_strides, lse_strides,
-                GROUP, R, DVP, 0, DV, MR, SPAN,
+                head, active, v_factor, out_strides, lse_strides, COMMON, COMMON_STATS,
+                common_spot, common_step, common_shares, GROUP, R, DVP, 0, DV, MR, SPAN,
             )  # fmt: skip

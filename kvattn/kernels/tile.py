@@ -144,6 +144,18 @@ def keys_of(
 
 
 @triton.jit
+def common_until(keys, old, queries, right, common, HAS_RIGHT: tl.constexpr):
+    """The keys, from the first on, that a sequence shares with all others and every row sees.
+
+    Whole blocks of 128, and none that this call appends: they are multiples of all tiles.
+    """
+    until = tl.minimum(common, tl.minimum(keys, old))
+    if HAS_RIGHT:
+        until = tl.minimum(until, keys - queries + right + 1)
+    return tl.maximum(until, 0) // 128 * 128
+
+
+@triton.jit
 def seen(
     first_place, last_place, keys, left, right, chunk,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CHUNKED: tl.constexpr,

@@ -49,6 +49,7 @@ class Case:
     rows: int | None = None  # rows of the cache or page table; default: batch
     batch_idx: tuple[int, ...] | None = None
     leftpad: tuple[int, ...] | None = None
+    common: int = 0  # leading keys whose pages all sequences share, given as common_prefix_len
     pass_lengths: str = "tensor"  # int: one number for all; none: cache_seqlens is not given
     # The append.
     new: PerRow | None = None
@@ -184,6 +185,10 @@ class Maker:
         ).int()
         for line, count in enumerate(need):
             wide[line, :count], order = order[:count], order[count:]
+        shared = -(-self.case.common // size)
+        longest = max(range(rows), key=need.__getitem__)
+        for line, count in enumerate(need):
+            wide[line, : min(count, shared)] = wide[longest, : min(count, shared)]
         self.table = wide.to(self.device)[:, :columns]
         self.inputs["page_table"] = self.table
 
@@ -380,6 +385,8 @@ class Maker:
             )
             view = wide.to(self.device, dtype)[..., 1:-1, : self.case.heads, : self.dim_v]
             self.inputs["out"] = view
+        if self.case.common:
+            self.inputs["common_prefix_len"] = self.case.common
         self.inputs.update(self.case.options)
 
 

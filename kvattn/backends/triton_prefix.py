@@ -1,0 +1,86 @@
+"""A common prefix for all sequences of a batch: tiles, arguments, and what it leaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+
+from kvattn.backends import triton_decode
+from kvattn.backends import triton_launch as launch
+from kvattn.backends.prefix import BLOCK
+from kvattn.backends.triton_decode import Common
+from kvattn.backends.triton_replay import target
+from kvattn.kernels.prefix import prefix as _prefix
+from kvattn.request import Request
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Packed query rows and keys of a tile, warps, stages, shares of the keys."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    shares: int
+
+
+def tiling(r: Request) -> Tiles:
+    """One round of programs: the decode kernel starts when all of them have."""
+    device = r.lead.device
+    large = launch.warpgroups(device)
+    wide = max(launch.pow2(r.lead.shape[-1]), launch.pow2(r.pool.shape[-1])) > 128
+    total = r.batch * r.lead.shape[1] * r.heads // r.kv_heads
+    rows = min(128 if large and not wide else 64, launch.pow2(total))
+    keys = 64 if large and not wide else 32
+    programs = -(-total // rows) * r.kv_heads
+    room = launch.processors(device) * (2 if rows < 128 and not wide else 1)
+    most = max(1, r.common_prefix_len // BLOCK)
+    shares = min(max(1, room // programs), most)
+    stages = 3 if launch.copyable(r) else 1
+    return Tiles(rows, keys, 8 if rows >= 128 or wide else 4, stages, shares)
+
+
+def attend(r: Request, t: Tiles | None = None) -> Common:
+    """One launch over row tiles of all sequences, kv heads and shares of the common keys."""
+    t = t or tiling(r)
+    q, k_cache, pool = launch.unit(r.q), r.k_cache, r.pool
+    assert q is not None and k_cache is not None
+    device, heads, group = q.device, r.kv_heads, r.heads // r.kv_heads
+    d, dv = q.shape[-1], pool.shape[-1]
+    total = r.batch * q.shape[1] * group
+    spots = t.shares * heads * total
+    part = target().scratch("common part", spots * launch.pow2(dv), device)
+    stats = target().scratch("common stats", spots * 2, device)
+    table_stride, lines, blocks, _ = launch.table(r)
+    scaled = any(x is not None for x in (r.q_descale, r.k_descale))
+    right = r.window[1]
+    arguments = (
+        launch.raw(q), launch.raw(k_cache), launch.raw(pool), part, stats,
+        r.cache_seqlens, r.cache_batch_idx, r.page_table, launch.rotary(r.rotary_cos),
+        launch.rotary(r.rotary_sin), r.rotary_seqlens, r.q_descale, r.k_descale,
+        q.stride()[:3], launch.strides(k_cache), launch.strides(pool),
+        launch.scale_strides(r.q_descale), launch.scale_strides(r.k_descale),
+        table_stride, r.batch, q.shape[1], launch.fresh(r), r.capacity, lines, blocks,
+        0 if r.rotary_cos is None else r.rotary_cos.shape[0], r.common_prefix_len, t.shares,
+        r.softmax_scale, r.softcap, right or 0,
+    )  # fmt: skip
+    constants: dict[str, Any] = {
+        "HEADS": heads, "GROUP": group, "PAGE": r.page_size if r.paged else 1,
+        "D": d, "DP": launch.pow2(d), "DV": dv, "DVP": launch.pow2(dv),
+        "HALF": 0 if r.rotary_cos is None else r.rotary_cos.shape[1],
+        "INTERLEAVED": r.rotary_interleaved, "ADVANCE": int(r.local),
+        "DTYPE": launch.TL[launch.multiplied(r)], "Q_KIND": launch.kind(q),
+        "K_KIND": launch.kind(k_cache), "V_KIND": launch.kind(pool),
+        "INCLUDED": r.slot_mapping is not None, "HAS_RIGHT": right is not None,
+        "CAPPED": r.softcap > 0, "RAW": not (scaled or r.softcap > 0) and r.softmax_scale > 0,
+        "BM": t.rows, "BN": t.keys, "PDL": triton_decode.launches_early(device),
+    }  # fmt: skip
+    options: dict[str, Any] = {"num_warps": t.warps, "num_stages": t.stages}
+    if constants["PDL"]:
+        options["launch_pdl"] = True
+    grid = (triton.cdiv(total, t.rows) * heads * t.shares,)
+    target().launch(_prefix, grid, arguments, constants, **options)
+    return Common(part, stats, r.common_prefix_len, t.shares)

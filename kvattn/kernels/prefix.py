@@ -1,0 +1,172 @@
+"""Keys that all sequences of a batch have in common, read once for the query rows of all of them.
+
+Rows of all sequences are packed into tiles (row = (sequence * tokens + token) * group + head of the
+group) of one kv head, which attend to a share of the common keys each. What they leave is one more
+share of every sequence for the decode kernel, which reads only the keys behind.
+"""
+
+import triton
+import triton.language as tl
+
+from kvattn.kernels import tile
+
+
+@triton.jit
+def _pages(LINE, n, lane, last, PAGE: tl.constexpr, BN: tl.constexpr):
+    """The table's entries for the tile at n: one where a page holds the tile, else one a key."""
+    if LINE is None:
+        return n * 0
+    elif PAGE % BN == 0:
+        return tl.load(LINE + tl.minimum(n // PAGE, last))
+    else:
+        return tl.load(LINE + tl.minimum((n + lane) // PAGE, last))
+
+
+@triton.jit
+def _cached(
+    X, pages, line, n, lane, d, blocks, strides, D: tl.constexpr, DP: tl.constexpr,
+    PAGE: tl.constexpr, BN: tl.constexpr, PAGED: tl.constexpr, DTYPE: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """Cached rows [BN, DP] in the dtype that is multiplied; channels beyond D are 0."""
+    if not PAGED:
+        rows = line * strides[0] + (n + lane).to(tl.int64) * strides[1]
+    elif PAGE % BN == 0:
+        page = tl.minimum(tl.maximum(pages, 0), blocks - 1).to(tl.int64)
+        rows = page * strides[0] + (n % PAGE + lane) * strides[1]
+    else:
+        page = tl.minimum(tl.maximum(pages, 0), blocks - 1).to(tl.int64)
+        rows = page * strides[0] + (n + lane) % PAGE * strides[1]
+    at = X + rows[:, None] + d[None, :]
+    if D == DP:
+        x = tl.load(at)
+    else:
+        x = tl.load(at, mask=(d < D)[None, :], other=0)
+    if KIND == 0:
+        return x
+    else:
+        return tile.widen(x, KIND, DTYPE)
+
+
+_PLAIN_NUMBERS = (
+    *("table_stride", "batch", "queries", "steps", "capacity", "rows", "blocks", "positions"),
+    *("common", "splits", "right"),
+)
+
+
+@triton.jit(do_not_specialize=_PLAIN_NUMBERS)
+def prefix(
+    Q, K, V, PART, STATS, LENGTHS, ROWS, PAGES, COS, SIN, BASES, Q_SCALE, K_SCALE,
+    q_strides, k_strides, v_strides, scale_strides, k_scale_strides,
+    table_stride, batch, queries, steps, capacity, rows, blocks, positions, common, splits,
+    softmax_scale, softcap, right,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ADVANCE: tl.constexpr,
+    DTYPE: tl.constexpr, Q_KIND: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
+    INCLUDED: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr, RAW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid: row tiles * HEADS * splits; programs side by side read the same keys."""
+    if PDL:  # in this order: the next kernel starts when all that it reads but PART is there
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    # --- which rows
+    each = queries * GROUP
+    total = batch * each
+    tiles = tl.cdiv(total, BM)
+    program = tl.program_id(0)
+    head = (program // tiles % HEADS).to(tl.int64)
+    split = program // tiles // HEADS
+    r = program % tiles * BM + tl.arange(0, BM)
+    live = r < total
+    b = tl.minimum(r // each, batch - 1).to(tl.int64)
+    token = r % each // GROUP
+    # --- which keys: each row sees those before `until`
+    line, _shift, _start, keys, old, _active = tile.keys_of(
+        b, LENGTHS, None, None, None, ROWS, steps, capacity, rows, INCLUDED,
+    )  # fmt: skip
+    until = tile.common_until(keys, old, queries, right, common, HAS_RIGHT)
+    until = tl.where(live, until, 0)
+    high = tl.max(until, 0)
+    seen_by_all = tl.min(tl.where(live, until, high), 0)
+    line = tl.max(tl.where(until == high, line, 0), 0)  # all of these sequences name the same keys
+    share = tl.cdiv(tl.cdiv(high, BN), splits) * BN
+    first = split * share
+    last = tl.minimum(first + share, high)
+    bound = tl.maximum(tl.minimum(last, seen_by_all), first)
+    PAGED: tl.constexpr = PAGES is not None
+    LINE = PAGES
+    end = 0
+    if PAGED:
+        LINE += line * table_stride
+        end = (capacity - 1) // PAGE
+    lane = tl.arange(0, BN)
+    coming = _pages(LINE, first, lane, end, PAGE, BN)
+    # --- the query
+    dk = tl.arange(0, DP)
+    dv = tl.arange(0, DVP)
+    q_rows = b * q_strides[0] + token.to(tl.int64) * q_strides[1]
+    q_rows += (head * GROUP + r % GROUP) * q_strides[2]
+    if HALF > 0:
+        base = old.to(tl.int64)
+        if BASES is not None:
+            base = tl.load(BASES + b).to(tl.int64)
+        q = tile.rotated(Q, q_rows, dk, live, COS, SIN, base + token * ADVANCE, positions, D,
+                         HALF, INTERLEAVED, DTYPE, Q_KIND)  # fmt: skip
+    else:
+        q = tile.query(Q, q_rows, dk, live, D, DTYPE, Q_KIND)
+    LOG2E: tl.constexpr = 1.4426950408889634
+    scale = softmax_scale
+    if not CAPPED:
+        scale *= LOG2E
+    factor = tl.zeros([BM], tl.float32) + scale
+    if Q_SCALE is not None:
+        factor *= tl.load(Q_SCALE + b * scale_strides[0] + head * scale_strides[1])
+    if K_SCALE is not None:
+        factor *= tl.load(K_SCALE + b * k_scale_strides[0] + head * k_scale_strides[1])
+    K += head * k_strides[2]
+    V += head * v_strides[2]
+    m = tl.full([BM], float("-inf"), tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, DVP], tl.float32)
+    # --- tiles that all rows see, then tiles that some of the rows see: whole, as all of these are
+    for phase in tl.static_range(2):
+        if phase == 0:
+            begin = first
+            stop = bound
+        else:
+            begin = bound
+            stop = last
+        for n in tl.range(begin, stop, BN, num_stages=None if phase == 0 else 1):
+            pages = coming
+            coming = _pages(LINE, n + BN, lane, end, PAGE, BN)
+            k = _cached(K, pages, line, n, lane, dk, blocks, k_strides, D, DP, PAGE, BN, PAGED,
+                        DTYPE, K_KIND)  # fmt: skip
+            s = tl.dot(q, tl.trans(k))
+            if not RAW:
+                s = s * factor[:, None]
+            if CAPPED:
+                s = softcap * tile.tanh(s / softcap) * LOG2E
+            if RAW:
+                top = tl.maximum(m, tl.max(s, 1) * scale)
+                p = tl.exp2(s * scale - top[:, None])
+            else:
+                top = tl.maximum(m, tl.max(s, 1))
+                p = tl.exp2(s - top[:, None])
+            alpha = tl.exp2(m - top)
+            v = _cached(V, pages, line, n, lane, dv, blocks, v_strides, DV, DVP, PAGE, BN, PAGED,
+                        DTYPE, V_KIND)  # fmt: skip
+            if phase == 0:
+                l = l * alpha + tl.sum(p, 1)
+                acc = tl.dot(p.to(DTYPE), v, acc * alpha[:, None])
+                m = top
+            else:
+                sees = n < until
+                l = tl.where(sees, l * alpha + tl.sum(p, 1), l)
+                acc = tl.where(sees[:, None], acc * alpha[:, None] + tl.dot(p.to(DTYPE), v), acc)
+                m = tl.where(sees, top, m)
+    spots = (head * splits + split) * total + r
+    tl.store(STATS + spots * 2, m, mask=live)
+    tl.store(STATS + spots * 2 + 1, l, mask=live)
+    tl.store(PART + spots[:, None] * DVP + dv[None, :], acc, mask=live[:, None])
