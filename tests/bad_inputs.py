@@ -266,6 +266,17 @@ LENGTHS = [
     Bad(0, E.LengthOverCapacityError, "seqused_k[1]", "4", VARLEN, set_to("seqused_k", 5, 4),
         kvattn.flash_attn_varlen_func),
     Bad(0, E.IntArgumentError, "max_seqlen_q", "2.5", DENSE, given(max_seqlen_q=2.5)),
+    *(Bad(0, E.CommonPrefixError, "common_prefix_len", repr(value), PAGED,
+          given(common_prefix_len=value)) for value in (-1, 2.0, True, 13)),
+    Bad(0, E.CommonPrefixError, "common_prefix_len", "9", ROWS, given(common_prefix_len=9)),
+    Bad(0, E.CommonPrefixError, "common_prefix_len", "with cache_leftpad", PADDED,
+        given(common_prefix_len=1)),
+    Bad(0, E.CommonPrefixMemoryError, "common_prefix_len", "a row of the dense cache", DENSE,
+        given(common_prefix_len=4)),
+    Bad(0, E.CommonPrefixMemoryError, "common_prefix_len", "sequences 0 and 1", PAGED,
+        given(common_prefix_len=4)),
+    Bad(0, E.CommonPrefixMemoryError, "common_prefix_len", "sequences 0 and 1", ROWS,
+        given(common_prefix_len=4)),
 ]  # fmt: skip
 
 OPTIONS = [

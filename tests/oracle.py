@@ -68,6 +68,7 @@ WITHOUT_EFFECT = {
     "num_splits",
     "pack_gqa",
     "sm_margin",
+    "common_prefix_len",
     "return_softmax_lse",
     "rel_bias_prep_cache",
     "out",

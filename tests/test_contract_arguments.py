@@ -31,6 +31,7 @@ HINTS = {
     *(
         "pack_gqa",
         "sm_margin",
+        "common_prefix_len",
         "rel_bias_prep_cache",
         "batch_invariant",
         "deterministic",

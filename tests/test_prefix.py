@@ -16,7 +16,7 @@ from kvattn.backends import prefix
 from kvattn.request import Request
 from kvattn.testing import Case, attend, check_case, make_inputs
 
-STEP = Case(batch=3, lengths=(300, 257, 450), capacity=464, page_size=16, new=1, rotary=32, dim=32,
+STEP = Case(batch=3, lengths=(300, 257, 450), capacity=464, page_size=16, new=1, rotary=32, dim=64,
             heads=4, kv_heads=1, causal=True, dtype=BF16, common=256)  # fmt: skip
 PLAIN = replace(STEP, new=None, rotary=0)
 ONE_ROW = replace(PLAIN, page_size=None, rows=2, batch_idx=(1, 1, 1), lengths=(300, 290, 0))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvattn import quant
-from kvattn.backends import cpu_append, reference
+from kvattn.backends import cpu_append, prefix, reference
 from kvattn.backends.cpu_decode import Decode, finite
 from kvattn.backends.cpu_keys import Keys, reach
 from kvattn.plan import Plan, Prepared
@@ -68,7 +68,8 @@ def kernel(facts: Facts) -> str:
     scaled = facts.has("q_descale", "k_descale", "v_descale")
     dtype = _compute_dtype(facts.tensor("q").dtype, facts.tensor("k_cache").dtype, scaled)
     attention = f"torch's fused kernel over {layout} keys in {str(dtype).removeprefix('torch.')}"
-    return f"{append}, then {attention}" if append else attention
+    words = f"{append}, then {attention}" if append else attention
+    return words + prefix.kernel(facts, "this backend takes one sequence after the other")
 
 
 def _compute_dtype(query: torch.dtype, cache: torch.dtype, scaled: bool) -> torch.dtype:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvattn.backends import hopper_decode as few
+from kvattn.backends import prefix
 from kvattn.plan import Plan, Prepared
 from kvattn.request import Facts, Request
 
@@ -144,7 +145,7 @@ def kernel(facts: Facts) -> str:
     layout = "paged" if facts.has("page_table") else "dense"
     before = "append kernel, then " if facts.has("k") else ""
     before += "rotated queries, then " if facts.has("rotary_cos") else ""
-    return f"{before}warp-specialised prefill kernel over {layout} keys"
+    return f"{before}warp-specialised prefill kernel over {layout} keys{prefix.kernel(facts)}"
 
 
 def run(r: Request, plan: Plan | None = None) -> tuple[Tensor, Tensor]:

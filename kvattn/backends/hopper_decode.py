@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvattn.backends import prefix
 from kvattn.request import Facts
 
 ROWS = 32  # packed query rows of a sequence at most
@@ -52,4 +53,7 @@ def _slower(facts: Facts) -> str | None:
 def kernel(facts: Facts) -> str:
     layout = "paged" if facts.has("page_table") else "dense"
     before = "new tokens stored on the way, " if facts.has("k") else ""
-    return f"decode kernel with a copying warp over {layout} keys, {before}shares merged at the end"
+    words = (
+        f"decode kernel with a copying warp over {layout} keys, {before}shares merged at the end"
+    )
+    return words + prefix.kernel(facts)

@@ -10,7 +10,7 @@ from typing import Any
 import triton
 from torch import Tensor
 
-from kvattn.backends import triton_decode, triton_launch
+from kvattn.backends import prefix, triton_decode, triton_launch, triton_prefix
 from kvattn.backends.triton_replay import target
 from kvattn.kernels.hopper import decode as kernel
 from kvattn.kernels.hopper.compat import TensorDescriptor, gl
@@ -22,6 +22,7 @@ _LINE = 64  # elements of 128 bytes, the unit that shared memory is swizzled by
 _REGISTERS = 40  # of the copying warp
 _RING = 192 << 10  # bytes of shared memory for tiles
 _MOST = 248  # of an attending one
+_NONE = triton_decode.Common()
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def _steps(x: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0) if x is None else x.stride()[:3]
 
 
-def _form(r: Request, t: Tiling) -> Form:
+def _form(r: Request, t: Tiling, common: triton_decode.Common) -> Form:
     left, right = r.window
     dim, dim_v = r.lead.shape[-1], r.pool.shape[-1]
     d, dv = triton.next_power_of_2(dim), triton.next_power_of_2(dim_v)
@@ -115,7 +116,7 @@ def _form(r: Request, t: Tiling) -> Form:
         INTERLEAVED=r.rotary_interleaved, ADVANCE=int(r.local),
         LEFT=left is not None, RIGHT=right is not None, CAPPED=r.softcap > 0,
         MR=mr, SPAN=max(1, 64 * max(1, t.rows // 16) // max(4, mr) // max(1, dv // 128)),
-        OVERLAP=t.overlap,
+        OVERLAP=t.overlap, COMMON=common.shares > 0,
         k_layout=_tiles(t.keys, d, t.box), v_layout=_tiles(t.keys, dv, t.box),
     )  # fmt: skip
 
@@ -128,7 +129,8 @@ def run(r: Request) -> tuple[Tensor, Tensor]:
         triton_launch.append(r)
     out, lse = target().outputs(r)
     if r.batch > 0 and r.lead.numel() > 0:
-        decode(r, out, lse)
+        common = triton_prefix.attend(r) if prefix.shared(r.facts) else _NONE
+        decode(r, out, lse, common=common)
     return out, lse
 
 
@@ -149,10 +151,16 @@ def _appends(r: Request) -> bool:
     return same and triton_decode.appends(r)
 
 
-def decode(r: Request, out: Tensor, lse: Tensor, t: Tiling | None = None) -> None:
-    """One launch: new tokens stored, attention, merge."""
+def decode(
+    r: Request,
+    out: Tensor,
+    lse: Tensor,
+    t: Tiling | None = None,
+    common: triton_decode.Common = _NONE,
+) -> None:
+    """One launch: new tokens stored, attention, merge, also of what a common prefix left."""
     t = t or tiling(r)
-    form = _form(r, t)
+    form = _form(r, t, common)
     q, k_cache = triton_launch.unit(r.q), r.k_cache
     assert q is not None and k_cache is not None
     device = r.lead.device
@@ -171,10 +179,12 @@ def decode(r: Request, out: Tensor, lse: Tensor, t: Tiling | None = None) -> Non
         lse if r.return_lse else None, part, stats, count, k, v,
         r.cache_seqlens, r.cache_batch_idx, r.page_table, triton_launch.rotary(r.rotary_cos),
         triton_launch.rotary(r.rotary_sin), r.rotary_seqlens, r.sinks,
+        common.part, common.stats,
         q.stride()[:3], triton_launch.strides(k_cache), triton_launch.strides(r.pool),
         out.stride()[:3], lse.stride(), *map(_steps, (k, v)),
         table_stride, r.batch, t.each, t.parts, slots, q.shape[1], triton_launch.fresh(r),
         r.capacity, lines, blocks, 0 if r.rotary_cos is None else r.rotary_cos.shape[0],
+        common.keys, common.shares,
         r.softmax_scale * (1.0 if r.softcap > 0 else _LOG2E), r.softcap, left or 0, right or 0,
     )  # fmt: skip
     options = {"launch_pdl": True} if t.overlap else {}

@@ -68,12 +68,12 @@ def shared(facts: Facts) -> bool:
     return facts.option("common_prefix_len") > 0 and refuses(facts) is None
 
 
-def kernel(facts: Facts) -> str:
-    """How a common prefix is read, in words; empty without one."""
+def kernel(facts: Facts, reason: str | None = None) -> str:
+    """How a common prefix is read, in words; empty without one. A reason: not at once."""
     keys = facts.option("common_prefix_len")
     if not keys or not facts.option("attend"):
         return ""
-    reason = refuses(facts)
+    reason = reason or refuses(facts)
     if reason is None:
         return f"; the common prefix of {keys} keys is read once, by a kernel before"
     return f"; every sequence reads the common prefix of {keys} keys itself: {reason}"

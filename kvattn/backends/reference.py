@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvattn import errors as E
 from kvattn import quant
+from kvattn.backends import prefix
 from kvattn.option_checks import mod_arity
 from kvattn.plan import Plan
 from kvattn.request import Facts, Request, Span
@@ -31,7 +32,7 @@ def refuses(facts: Facts) -> str | None:
 
 
 def kernel(facts: Facts) -> str:
-    return "plain torch, one sequence at a time"
+    return "plain torch, one sequence at a time" + prefix.kernel(facts, "no two of them meet")
 
 
 def run(

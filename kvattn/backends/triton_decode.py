@@ -70,6 +70,9 @@ class Common(NamedTuple):
     shares: int = 0
 
 
+_NONE = Common()
+
+
 def plan(s: Shape) -> Tiles:
     """16 rows a program at most, and as many shares as keep every processor reading."""
     r = 8 if s.rows <= 8 else 16
@@ -211,7 +214,7 @@ def registers(s: Shape, t: Tiles) -> dict[str, int]:
     return {"maxnreg": 168} if small and room else {}
 
 
-def decode(r: Request, out: Tensor, lse: Tensor, common: Common = Common()) -> None:  # noqa: B008
+def decode(r: Request, out: Tensor, lse: Tensor, common: Common = _NONE) -> None:
     """One launch: new tokens stored where `appends(r)`, attention, merge.
 
     With what a common prefix left, the keys of the prefix are not read again.
@@ -220,7 +223,7 @@ def decode(r: Request, out: Tensor, lse: Tensor, common: Common = Common()) -> N
     t = plan(s)
     spots = t.slots * t.tiles * s.heads
     part = stats = count = None
-    if t.split:
+    if t.split or common.shares > 0:
         dvp, device = launch.pow2(r.pool.shape[-1]), r.lead.device
         part = target().scratch("part", spots * t.r * dvp, device)
         stats = target().scratch("stats", spots * t.r * 2, device)
@@ -269,9 +272,7 @@ def _tensors(
     )  # fmt: skip
 
 
-def _numbers(
-    r: Request, t: Tiles, out: Tensor, lse: Tensor, common: Common
-) -> tuple[Any, ...]:
+def _numbers(r: Request, t: Tiles, out: Tensor, lse: Tensor, common: Common) -> tuple[Any, ...]:
     """Strides, then sizes."""
     ragged = r.cu_seqlens_q is not None
 
@@ -296,9 +297,7 @@ def _numbers(
     )  # fmt: skip
 
 
-def _constants(
-    r: Request, s: Shape, t: Tiles, mods: launch.Mods, common: Common
-) -> dict[str, Any]:
+def _constants(r: Request, s: Shape, t: Tiles, mods: launch.Mods, common: Common) -> dict[str, Any]:
     d, dv = r.lead.shape[-1], r.pool.shape[-1]
     left, right = r.window
     scaled = any(x is not None for x in (r.q_descale, r.k_descale, r.v_descale))

@@ -11,86 +11,7 @@ proportion to the lengths; the last program of a sequence to arrive merges them.
 import triton
 import triton.language as tl
 
-from kvattn.kernels import append, combine, tile
-
-
-@triton.jit
-def _leaves(n, LEAF: tl.constexpr):
-    """Fixed shares that n keys fill: 8 of LEAF keys, the rest of 4 * LEAF."""
-    return tl.cdiv(tl.minimum(n, 8 * LEAF), LEAF) + tl.cdiv(tl.maximum(n - 8 * LEAF, 0), 4 * LEAF)
-
-
-@triton.jit
-def _leaf_first(i, LEAF: tl.constexpr):
-    """The first key of fixed share i."""
-    return tl.minimum(i, 8) * LEAF + tl.maximum(i - 8, 0) * (4 * LEAF)
-
-
-@triton.jit
-def _shares(
-    LENGTHS, NEW_EDGES, LEFTPAD, Q_EDGES, slot, batch, fresh, capacity, reach, each, parts,
-    queries, right, common, COMMON: tl.constexpr, HAS_RIGHT: tl.constexpr, BN: tl.constexpr, INCLUDED: tl.constexpr, BATCH: tl.constexpr, LEAF: tl.constexpr,
-    GROUP: tl.constexpr, R: tl.constexpr,
-):  # fmt: skip
-    """Whose a slot is: (sequence, row tile, first slot of that tile, its shares).
-
-    Sequences of like lengths get `each` shares. Others get shares of one size, as many as they
-    fill, at least one: `parts` in all and up to one more a sequence. Ragged queries have slots for
-    each of their row tiles, whatever the caller's hint says of the longest; for others the grid
-    tells row tiles apart. Behind the last share lies sequence `batch`.
-    """
-    b = tl.arange(0, BATCH)
-    there = b < batch
-    n = capacity + b * 0
-    if LENGTHS is not None:
-        n = tl.load(LENGTHS + b, mask=there, other=0)
-        if NEW_EDGES is not None and not INCLUDED:
-            n += tl.load(NEW_EDGES + b + 1, mask=there, other=0)
-            n -= tl.load(NEW_EDGES + b, mask=there, other=0)
-        elif not INCLUDED:
-            n += fresh
-        n = tl.minimum(n, capacity)
-    if LEFTPAD is not None:
-        n -= tl.maximum(tl.load(LEFTPAD + b, mask=there, other=0), 0)
-    if COMMON:  # what is read elsewhere takes no share
-        n -= tile.common_until(n, n - fresh, queries, right, common, HAS_RIGHT)
-    n = tl.where(there, tl.maximum(n, 0), 0)
-    row_tiles = there.to(tl.int32)
-    if Q_EDGES is not None:
-        q_len = tl.load(Q_EDGES + b + 1, mask=there, other=0)
-        q_len -= tl.load(Q_EDGES + b, mask=there, other=0)
-        row_tiles = tl.cdiv(tl.maximum(q_len, 0) * GROUP, R)
-    if LEAF > 0:
-        count = _leaves(n, LEAF)
-        alike = slot < 0
-        splits = 1 + slot * 0
-    else:
-        tiles = tl.cdiv(tl.minimum(n, reach), BN)
-        total = tl.sum(tiles * row_tiles, 0)
-        most = tl.max(tiles, 0)
-        alike = most * batch <= 2 * tl.sum(tiles, 0)
-        splits = tl.maximum(tl.minimum(each, most), 1)
-        count = tl.cdiv(tiles, tl.maximum(tl.cdiv(total, parts), 1))
-    if Q_EDGES is not None:
-        count = tl.where(alike, splits, count)
-        alike = slot < 0
-    tile_at = slot * 0
-    if alike:
-        mine = slot // splits
-        first = mine * splits
-    else:
-        count = tl.where(there, tl.maximum(count, 1), 0) * row_tiles
-        ends = tl.cumsum(count, 0)
-        before = there & (ends <= slot)
-        mine = tl.sum(before.to(tl.int32), 0)
-        first = tl.max(tl.where(before, ends, 0), 0)
-        splits = tl.sum(tl.where(b == mine, count, 0), 0)
-        if Q_EDGES is not None:
-            own = tl.sum(tl.where(b == mine, row_tiles, 0), 0)
-            splits = splits // tl.maximum(own, 1)
-            tile_at = (slot - first) // tl.maximum(splits, 1)
-            first += tile_at * splits
-    return mine, tile_at, first, splits
+from kvattn.kernels import append, combine, shares, tile
 
 
 @triton.jit
@@ -216,9 +137,10 @@ def decode(
         reach = capacity
         if HAS_LEFT:
             reach = tl.minimum(reach, left + queries + BN)
-        b, tile_at, first_slot, splits = _shares(
+        b, tile_at, first_slot, splits = shares.dealt(
             LENGTHS, NEW_EDGES, LEFTPAD, Q_EDGES, slot, batch, steps, capacity, reach, each, parts,
-            queries, right, common, COMMON is not None, HAS_RIGHT, BN, INCLUDED, BATCH, LEAF, GROUP, R,
+            queries, right, common, COMMON is not None, HAS_RIGHT, BN, INCLUDED, BATCH, LEAF,
+            GROUP, R,
         )  # fmt: skip
         if b >= batch:
             return
@@ -262,9 +184,9 @@ def decode(
     if COMMON is not None:
         low = tile.common_until(keys, old, queries, right, common, HAS_RIGHT)
     if LEAF > 0:  # fixed shares: a row's sums do not depend on who else is there
-        splits = tl.maximum(_leaves(keys, LEAF), 1)
-        low = tl.maximum(low, _leaf_first(split, LEAF))
-        high = tl.minimum(high, _leaf_first(split + 1, LEAF))
+        splits = tl.maximum(shares.leaves(keys, LEAF), 1)
+        low = tl.maximum(low, shares.leaf_first(split, LEAF))
+        high = tl.minimum(high, shares.leaf_first(split + 1, LEAF))
         n = low // BN * BN
         step = n * 0 + BN
     else:
@@ -292,7 +214,7 @@ def decode(
         t = tl.arange(0, NEW)[:, None]
         new_key = old - start + t
         if LEAF > 0:
-            mine = _leaves(new_key + 1, LEAF) - 1 == split
+            mine = shares.leaves(new_key + 1, LEAF) - 1 == split
         else:
             mine = tl.maximum(new_key // BN - low // BN, 0) % splits == split
         mine = mine & (t < steps) & (new_key >= 0) & (new_key < keys)
@@ -455,22 +377,12 @@ def decode(
     beta = tl.exp2(m - tl.where(top == float("-inf"), 0.0, top)[None, :])
     l = tl.sum(l * beta, 0)
     acc = _folded(tl.permute(acc * beta[:, None, :], (1, 2, 0)), W)
-    common_step = batch * queries * GROUP
-    common_spot = head * common_shares * common_step + b * queries * GROUP
-    if PART is None or splits == 1:
-        sums = tl.trans(acc)
-        if COMMON is not None:
-            if PDL:
-                tl.extra.cuda.gdc_wait()
-            top, l, sums, _ = combine.added(
-                top, l, sums, sums, COMMON, COMMON_STATS, common_spot, common_step,
-                common_shares, r, live, DVP, 0, SPAN,
-            )  # fmt: skip
+    if PART is None or (splits == 1 and COMMON is None):
         combine.finish(
-            OUT, LSE, SINKS, top, l, sums, acc, r, q_len, q_first, b, head, active,
+            OUT, LSE, SINKS, top, l, tl.trans(acc), acc, r, q_len, q_first, b, head, active,
             v_factor, out_strides, lse_strides, GROUP, DVP, 0, DV,
         )  # fmt: skip
-    if PART is not None and splits > 1:
+    if PART is not None and (splits > 1 or COMMON is not None):
         whole = (program // HEADS % TILES * HEADS + head) * slots + first_slot
         mine_r = tl.arange(0, R)
         spots = (whole + split) * R + mine_r
@@ -481,6 +393,8 @@ def decode(
         arrived = tl.atomic_add(COUNT + whole, 1, sem="acq_rel")
         if arrived == splits - 1:
             tl.store(COUNT + whole, 0)
+            common_step = batch * queries * GROUP
+            common_spot = head * common_shares * common_step + b * queries * GROUP
             if COMMON is not None and PDL:
                 tl.extra.cuda.gdc_wait()
             combine.merge(

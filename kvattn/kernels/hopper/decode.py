@@ -29,7 +29,7 @@ def _buffer(box, COUNT: gl.constexpr):
 
 _NUMBERS = (
     *("batch", "each", "parts", "slots", "queries", "steps", "capacity", "rows", "blocks"),
-    *("positions", "table_stride", "left", "right"),
+    *("positions", "table_stride", "left", "right", "common", "common_shares"),
 )
 
 _TENSORS = ("LENGTHS", "ROWS", "PAGES", "COUNT", "SINKS", "LSE", "BASES")
@@ -38,10 +38,10 @@ _TENSORS = ("LENGTHS", "ROWS", "PAGES", "COUNT", "SINKS", "LSE", "BASES")
 @gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_TENSORS)
 def decode(
     k, v, Q, K, V, OUT, LSE, PART, STATS, COUNT, K_NEW, V_NEW, LENGTHS, ROWS, PAGES,
-    COS, SIN, BASES, SINKS,
+    COS, SIN, BASES, SINKS, COMMON, COMMON_STATS,
     q_strides, k_strides, v_strides, out_strides, lse_strides, k_new_strides, v_new_strides,
     table_stride, batch, each, parts, slots, queries, steps, capacity, rows, blocks, positions,
-    factor, softcap, left, right,
+    common, common_shares, factor, softcap, left, right,
     form: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid: slots * TILES * HEADS, heads fastest."""
@@ -53,11 +53,11 @@ def decode(
     empty = barriers(STAGES, 32 * form.WARPS)
     fence_async_shared()
     at = Places(LENGTHS, ROWS, PAGES, table_stride, batch, each, parts, slots, queries, steps,
-                capacity, rows, blocks)  # fmt: skip
+                capacity, rows, blocks, common)  # fmt: skip
     mask = Mask(left, right, factor, softcap)
     fresh = Fresh(K_NEW, V_NEW, COS, SIN, BASES, positions)
     cache = Cache(K, V)
-    results = Results(OUT, LSE, SINKS, PART, STATS, COUNT)
+    results = Results(OUT, LSE, SINKS, PART, STATS, COUNT, COMMON, COMMON_STATS, common_shares)
     strides = Strides(q_strides, k_strides, v_strides, out_strides, lse_strides, k_new_strides,
                       v_new_strides)  # fmt: skip
     K_TILES: gl.constexpr = form.k_layout

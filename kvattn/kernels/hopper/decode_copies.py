@@ -83,7 +83,7 @@ def _touch(lane, at, form: gl.constexpr):
 
 @gluon.jit
 def copy(k, v, ring, at, mask, form: gl.constexpr):
-    after_previous_kernel(form.OVERLAP)
+    after_previous_kernel(form)
     LANES: gl.constexpr = gl.BlockedLayout([1], [_LANES], [1], [0])
     lane = gl.arange(0, _LANES, layout=LANES)
     if form.PAGE > 0:

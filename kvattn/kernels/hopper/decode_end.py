@@ -1,6 +1,7 @@
 """The end of a share: the warps' sums become one, the last share of a sequence merges them all."""
 
 from kvattn.kernels.hopper.compat import gl, gluon
+from kvattn.kernels.hopper.decode_parts import after_common_prefix
 
 
 @gluon.jit
@@ -44,8 +45,16 @@ def _spot(share, i):
 
 
 @gluon.jit
+def _common_spot(results, share, at, i, form: gl.constexpr):
+    """Where the first of the program's rows is left of share i of a common prefix."""
+    rows = at.queries * form.GROUP
+    split = (share.head * results.common_shares + i).to(gl.int64)
+    return (split * at.batch + share.b) * rows + share.row
+
+
+@gluon.jit
 def _merge(results, strides, share, at, form: gl.constexpr):
-    """Adds up what the shares left, SPAN of them at a time, always in their order."""
+    """Adds up what the shares left, SPAN of them at a time, those of a common prefix behind."""
     SPAN: gl.constexpr = form.SPAN
     F: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, form.WARPS, 1], [2, 1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(2, F)
@@ -61,21 +70,35 @@ def _merge(results, strides, share, at, form: gl.constexpr):
     for first in range(0, share.splits, SPAN):
         there = (first + i < share.splits)[:, None] & live[None, :]
         spots = _spot(share, first + i)[:, None] * form.R + r[None, :]
-        at_part = results.PART + gl.expand_dims(spots * form.DV, 2) + d
-        x = gl.load(at_part, mask=gl.expand_dims(there, 2) & (d >= 0), other=0,
-                    cache_modifier=".cg")  # fmt: skip
-        m_i = gl.load(results.STATS + spots * 2, mask=there, other=float("-inf"),
-                      cache_modifier=".cg")  # fmt: skip
-        l_i = gl.load(results.STATS + spots * 2 + 1, mask=there, other=0, cache_modifier=".cg")
-        top = gl.maximum(m, gl.max(m_i, 0))
-        safe = gl.where(top == float("-inf"), 0.0, top)
-        alpha = gl.exp2(m - safe)
-        beta = gl.exp2(m_i - safe[None, :])
-        l = l * alpha + gl.sum(l_i * beta, 0)
-        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, SUMMED), assert_trivial=True)
-        acc = acc * alpha[:, None] + gl.sum(x * gl.expand_dims(beta, 2), 0)
-        m = top
+        m, l, acc = _added(m, l, acc, results.PART, results.STATS, spots, there, d, form)
+    if form.COMMON:
+        after_common_prefix(form)
+        for first in range(0, results.common_shares, SPAN):
+            there = (first + i < results.common_shares)[:, None] & live[None, :]
+            spots = _common_spot(results, share, at, first + i, form)[:, None] + r[None, :]
+            m, l, acc = _added(
+                m, l, acc, results.COMMON, results.COMMON_STATS, spots, there, d, form,
+            )  # fmt: skip
     _write(m, l, acc, results, strides, share, at, form)
+
+
+@gluon.jit
+def _added(m, l, acc, PART, STATS, spots, there, d, form: gl.constexpr):
+    """Sums of rows [MR, DV] with those that shares [SPAN, MR] left at their spots."""
+    SUMMED: gl.constexpr = acc.type.layout
+    x = gl.load(PART + gl.expand_dims(spots * form.DV, 2) + d,
+                mask=gl.expand_dims(there, 2) & (d >= 0), other=0,
+                cache_modifier=".cg")  # fmt: skip
+    m_i = gl.load(STATS + spots * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+    l_i = gl.load(STATS + spots * 2 + 1, mask=there, other=0, cache_modifier=".cg")
+    top = gl.maximum(m, gl.max(m_i, 0))
+    safe = gl.where(top == float("-inf"), 0.0, top)
+    alpha = gl.exp2(m - safe)
+    beta = gl.exp2(m_i - safe[None, :])
+    l = l * alpha + gl.sum(l_i * beta, 0)
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, SUMMED), assert_trivial=True)
+    acc = acc * alpha[:, None] + gl.sum(x * gl.expand_dims(beta, 2), 0)
+    return top, l, acc
 
 
 @gluon.jit
@@ -107,7 +130,7 @@ def finish(m, l, acc, results, strides, share, at, form: gl.constexpr):
     l = gl.convert_layout(l, gl.SliceLayout(1, A), assert_trivial=True)
     if results.PART is None:  # noqa: SIM114  known when compiled
         _write(top, l, acc, results, strides, share, at, form)
-    elif share.splits == 1:
+    elif not form.COMMON and share.splits == 1:
         _write(top, l, acc, results, strides, share, at, form)
     else:
         r = gl.arange(0, form.R, layout=gl.SliceLayout(1, A))

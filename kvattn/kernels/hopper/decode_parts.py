@@ -33,6 +33,7 @@ class Form(NamedTuple):
     MR: int  # rows of a program that there may be at all, a power of two
     SPAN: int  # shares that are merged at once
     OVERLAP: bool  # the kernel starts while the one before it ends
+    COMMON: bool  # that one has read a common prefix, and waited for all others itself
     k_layout: Any
     v_layout: Any
 
@@ -61,6 +62,7 @@ class Places(NamedTuple):
     capacity: Any
     rows: Any  # cache rows, or lines of the page table
     blocks: Any  # cache rows, or pages
+    common: Any  # keys of a prefix that all sequences share
 
 
 class Mask(NamedTuple):
@@ -93,6 +95,9 @@ class Results(NamedTuple):
     PART: Any
     STATS: Any
     COUNT: Any
+    COMMON: Any  # what the kernel before left of a common prefix, and how many shares of it
+    COMMON_STATS: Any
+    common_shares: Any
 
 
 class Strides(NamedTuple):
@@ -148,13 +153,28 @@ class Share(NamedTuple):
 
 
 @gluon.jit
-def after_previous_kernel(OVERLAP: gl.constexpr):
-    """Lets the next kernel start, then waits until the one before has written everything."""
-    if OVERLAP:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;\n\tmov.u32 $0, 0;", "=r", [],
-            dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+def _grid_control(TEXT: gl.constexpr):
+    gl.inline_asm_elementwise(
+        TEXT + "\n\tmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def after_previous_kernel(form: gl.constexpr):
+    """Lets the next kernel start, then waits until the one before has written everything.
+
+    Not for one that read a common prefix: it has waited itself, and what it leaves comes last.
+    """
+    if form.OVERLAP:
+        _grid_control("griddepcontrol.launch_dependents;")
+        if not form.COMMON:
+            _grid_control("griddepcontrol.wait;")
+
+
+@gluon.jit
+def after_common_prefix(form: gl.constexpr):
+    if form.OVERLAP and form.COMMON:
+        _grid_control("griddepcontrol.wait;")
 
 
 @gluon.jit

@@ -27,6 +27,8 @@ def _extent(b, row, n, mask, form: gl.constexpr):
         gl.minimum((row + form.R - 1) // form.GROUP, n.queries - 1) + offset, keys,
         mask.left, mask.right, 0, form.LEFT, form.RIGHT, False,
     )  # fmt: skip
+    if form.COMMON:
+        low = tile.common_until(keys, old, n.queries, mask.right, n.common, form.RIGHT)
     tiles = gl.maximum(gl.cdiv(high, form.BN) - low // form.BN, 1)
     return line, keys, old, active, low, high, tiles
 

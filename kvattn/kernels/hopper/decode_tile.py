@@ -165,7 +165,7 @@ def _attend_share(Q, cache, fresh, results, strides, ring, share, done, at, mask
 
 @gluon.jit
 def attend(Q, cache, fresh, results, strides, ring, at, mask, form: gl.constexpr):
-    after_previous_kernel(form.OVERLAP)
+    after_previous_kernel(form)
     run = run_of(at, mask, form.WARPS, form)
     done = gl.to_tensor(0)
     while run.at < run.end:

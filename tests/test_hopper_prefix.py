@@ -1,0 +1,87 @@
+"""Hopper's decode kernel behind a common prefix that another kernel has read, without a GPU."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from cases import BF16
+from conftest import DEVICE
+from mock_gluon_decode import mocked
+
+from kvattn.backends import hopper, prefix
+from kvattn.backends.triton_decode import Common
+from kvattn.request import Request
+from kvattn.testing import Case, expect, make_inputs
+
+if DEVICE != "cpu":
+    pytest.skip("on a GPU test_prefix.py runs both kernels", allow_module_level=True)
+
+STEP = Case(batch=3, lengths=(300, 257, 450), capacity=464, page_size=16, new=1, dim=64, heads=4,
+            kv_heads=2, causal=True, dtype=BF16, common=256)  # fmt: skip
+PLAIN = replace(STEP, new=None)
+CASES = {
+    "append": STEP,
+    "nothing behind": replace(PLAIN, lengths=(256, 256, 300)),
+    "longer than some": replace(PLAIN, lengths=(300, 100, 131)),
+    "inactive": replace(PLAIN, lengths=(-1, 0, 300)),
+    "q 4": replace(STEP, seqlen_q=4, new=4, kv_heads=1),
+    "softcap, sinks": replace(STEP, softcap=5.0, sinks=BF16),
+    "one cache row": replace(PLAIN, page_size=None, rows=2, batch_idx=(1, 1, 1)),
+}
+
+
+@pytest.fixture(scope="module")
+def launch() -> Iterator[ModuleType]:
+    with mocked() as module:
+        yield module
+
+
+def left(r: Request, shares: int) -> Common:
+    """What the kernel for the prefix leaves: sums of every row over shares of its keys."""
+    q, heads = r.lead, r.kv_heads
+    tokens, each = q.shape[1], q.shape[1] * r.heads // heads
+    part = torch.zeros(heads, shares, r.batch, each, r.pool.shape[-1])
+    stats = torch.zeros(*part.shape[:-1], 2)
+    stats[..., 0] = -math.inf
+    for b, span in enumerate(r.spans):
+        until = min(r.common_prefix_len, span.old, span.keys - tokens + 1) if span.active else 0
+        until = max(until, 0) // 128 * 128
+        rows = torch.arange(until)
+        where = (r.page_table[span.row, rows // 16].long(), rows % 16) if r.paged else (1, rows)
+        keys, values = r.k_cache[where].float(), r.pool[where].float()
+        for h in range(heads):
+            own = q[b].float().unflatten(1, (heads, -1))[:, h].flatten(0, 1)
+            s = own @ keys[:, h].T * r.softmax_scale
+            s = r.softcap * (s / r.softcap).tanh() if r.softcap else s
+            s = s / math.log(2)
+            for i, piece in enumerate(rows.chunk(shares) if until else ()):
+                top = s[:, piece].amax(1)
+                p = torch.exp2(s[:, piece] - top[:, None])
+                part[h, i, b] = p @ values[piece, h]
+                stats[h, i, b] = torch.stack([top, p.sum(1)], 1)
+    return Common(part, stats, r.common_prefix_len, shares)
+
+
+@pytest.mark.parametrize("shares", [1, 3])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_case(case: Case, shares: int, launch: ModuleType) -> None:
+    random.seed(0)
+    inputs: dict[str, Any] = make_inputs(case)
+    wanted, r = expect(inputs), Request.of(**inputs, return_lse=True, backend="hopper")
+    out, lse = r.outputs()
+    launch.decode(r, out, lse, common=left(r, shares))
+    wanted.check(out, lse, inputs)
+
+
+def test_it_is_said_who_reads_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = replace(Request.of(**make_inputs(STEP), backend="hopper").facts, device="cuda")
+    assert "every sequence reads the common prefix of 256 keys itself" in hopper.kernel(facts)
+    monkeypatch.setattr(prefix, "LEAST", 0)
+    assert "the common prefix of 256 keys is read once" in hopper.kernel(facts)
