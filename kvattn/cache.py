@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -142,6 +143,14 @@ class PagedKVCache(PageTables):
     def v_descale(self, layer: int) -> Tensor | None:
         """What to pass as ``v_descale`` for ``layer``: None, (1, Hk), or one scale per slot."""
         return self._storage.v_descale[self._layer(layer)]
+
+    def common_prefix(self, seqs: Sequence[int]) -> int:
+        """Leading tokens in pages that all of ``seqs`` share: what ``common_prefix_len`` may be.
+
+        Whole pages; of a page that ends a sequence, the slots behind it count too.
+        """
+        columns = zip(*(self.pages(seq) for seq in seqs), strict=False)
+        return len(list(takewhile(lambda pages: len(set(pages)) == 1, columns))) * self.page_size
 
     def append(self, layer: int, k: Tensor, v: Tensor, seqs: int | Sequence[int]) -> None:
         """Writes new keys and values of one layer behind ``seqs``, reserving room where needed.

@@ -165,6 +165,18 @@ def test_share_nothing() -> None:
     assert (cache.pages(child), cache.length(child), cache.stats().pages_shared) == ((), 0, 0)
 
 
+def test_how_much_sequences_have_in_common() -> None:
+    cache = make_cache(num_pages=12, max_batch=4)
+    parent = cache.allocate()
+    extend(cache, parent, *range(10))
+    twin, child = cache.fork(parent), cache.share(parent, 9)
+    assert cache.common_prefix([parent, twin, child]) == 12
+    extend(cache, child, 77)  # a page of its own in the place of the third
+    assert cache.common_prefix([parent, twin]) == 12
+    assert cache.common_prefix([child, parent, twin]) == 8
+    assert cache.common_prefix([cache.allocate(), parent]) == 0
+
+
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_reorder_takes_forks(as_tensor: bool) -> None:
     cache = make_cache(num_pages=20)

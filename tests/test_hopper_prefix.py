@@ -14,6 +14,7 @@ import torch
 from cases import BF16
 from conftest import DEVICE
 from mock_gluon_decode import mocked
+from torch import Tensor
 
 from kvattn.backends import hopper, prefix
 from kvattn.backends.triton_decode import Common
@@ -54,7 +55,10 @@ def left(r: Request, shares: int) -> Common:
         until = min(r.common_prefix_len, span.old, span.keys - tokens + 1) if span.active else 0
         until = max(until, 0) // 128 * 128
         rows = torch.arange(until)
-        where = (r.page_table[span.row, rows // 16].long(), rows % 16) if r.paged else (1, rows)
+        where: tuple[Any, Tensor] = (1, rows)
+        if r.page_table is not None:
+            where = r.page_table[span.row, rows // 16].long(), rows % 16
+        assert r.k_cache is not None
         keys, values = r.k_cache[where].float(), r.pool[where].float()
         for h in range(heads):
             own = q[b].float().unflatten(1, (heads, -1))[:, h].flatten(0, 1)

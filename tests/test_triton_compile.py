@@ -48,6 +48,7 @@ MAIN = {
     "decode": STEP,
     "decode, pages of 64": replace(STEP, page_size=64),
     "decode, D 64, window, sinks": replace(STEP, dim=64, rotary=64, window=(127, 0), sinks=BF16),
+    "common prefix": replace(STEP, batch=32, common=4096),
     "prefill": PREFILL,
     "prefill, D 64": replace(PREFILL, dim=64),
     "prefill, dense": DENSE,

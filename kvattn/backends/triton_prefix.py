@@ -15,6 +15,8 @@ from kvattn.backends.triton_replay import target
 from kvattn.kernels.prefix import prefix as _prefix
 from kvattn.request import Request
 
+_FEW = 12  # tiles of a share up to which one program a processor is enough
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -28,19 +30,21 @@ class Tiles:
 
 
 def tiling(r: Request) -> Tiles:
-    """One round of programs: the decode kernel starts when all of them have."""
+    """One round of programs, so that the decode kernel may start: one a processor, beside which
+    the decode kernel's find room, or two where tiles are many.
+    """
     device = r.lead.device
     large = launch.warpgroups(device)
     wide = max(launch.pow2(r.lead.shape[-1]), launch.pow2(r.pool.shape[-1])) > 128
     total = r.batch * r.lead.shape[1] * r.heads // r.kv_heads
-    rows = min(128 if large and not wide else 64, launch.pow2(total))
+    rows = min(64, launch.pow2(total))
     keys = 64 if large and not wide else 32
     programs = -(-total // rows) * r.kv_heads
-    room = launch.processors(device) * (2 if rows < 128 and not wide else 1)
-    most = max(1, r.common_prefix_len // BLOCK)
-    shares = min(max(1, room // programs), most)
-    stages = 3 if launch.copyable(r) else 1
-    return Tiles(rows, keys, 8 if rows >= 128 or wide else 4, stages, shares)
+    shares = launch.processors(device) // programs
+    if r.common_prefix_len > _FEW * keys * shares:
+        shares = 2 * launch.processors(device) // programs
+    shares = max(1, min(shares, r.common_prefix_len // BLOCK))
+    return Tiles(rows, keys, 8 if wide else 4, 3 if launch.copyable(r) else 1, shares)
 
 
 def attend(r: Request, t: Tiles | None = None) -> Common:
