@@ -61,6 +61,7 @@ def test_the_small_grid_asks_everything_that_the_full_one_asks() -> None:
         lambda work: work.tree,
         lambda work: work.ragged,
         lambda work: work.prefix > 0,
+        lambda work: not work.announced,
         lambda work: work.invariant,
         lambda work: work.model.latent,
         lambda work: work.window and work.model.sinks,

@@ -103,6 +103,7 @@ class Work:
         window: the model's window and sinks hold.
         tree: the queries are nodes of a binary tree of drafts; each sees its ancestors.
         prefix: leading keys whose pages all sequences share.
+        announced: libraries are told of the prefix, so that they may read it once.
         invariant: a row's bits must not depend on its neighbours.
         kind: what is measured: "device" time, "host" time or "startup".
     """
@@ -120,6 +121,7 @@ class Work:
     window: bool = False
     tree: bool = False
     prefix: int = 0
+    announced: bool = True
     invariant: bool = False
     kind: str = "device"
 

@@ -7,7 +7,7 @@ in seconds. Suites stand in the order of what matters most, so that a budget cut
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvattn.bench.shapes import MODELS, Work, small
@@ -266,9 +266,14 @@ def _prefix(grid: str) -> list[Work]:
         keys = (prefix + rest,) * batch
         return Work(name, label, MODELS[model], (1,) * batch, keys, page=page, prefix=prefix)
 
+    def flat(work: Work) -> Work:
+        return replace(work, label=f"{work.label}, not announced", announced=False)
+
     if grid == "small":
-        return [small(shared("smollm2-135m", 4, 128, 32))]
+        cells = [small(shared("smollm2-135m", 4, 128, 32))]
+        return cells + [flat(work) for work in cells]
     cells = [shared("llama3-8b", 32, 8192, 128), shared("llama3-8b", 128, 2048, 128)]
+    cells += [flat(work) for work in cells]
     if grid == "full":
         cells += [shared("llama3-8b", 8, 512, 128), shared("llama3-8b", 128, 32768, 128)]
         cells += [shared("llama3-8b", 32, 8192, 1024), shared("llama3-8b", 256, 8192, 128)]

@@ -70,7 +70,7 @@ def _prepare(data: Data) -> Call:
         return _latent(data)
     if data.sinks is not None:
         return _sinks(data)
-    if work.prefix:
+    if work.prefix and work.announced:
         return _cascade(data)
     if work.ragged:
         return _split(data)

@@ -56,7 +56,7 @@ def _cached(data: Data, options: dict[str, Any]) -> Call:
     else:
         options |= {"cu_seqlens_q": data.q_borders, "max_seqlen_q": max(work.queries)}
     options |= {"qv": qv, "cache_seqlens": data.cached, "page_table": data.page_table}
-    if work.prefix:
+    if work.prefix and work.announced:
         options["common_prefix_len"] = work.prefix
     if work.append:
         options |= data.appended()
