@@ -48,7 +48,9 @@ def drawn(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=draw, device=DEVICE)
 
 
-def call(backend: str, keys: int, heads: int, q_len: int, page: int | None = None, **more: Any):  # type: ignore[no-untyped-def]
+def call(
+    backend: str, keys: int, heads: int, q_len: int, page: int | None = None, **more: Any
+) -> Any:
     """(out, lse) over a cache of `keys` keys and one kv head for two query heads."""
     q = drawn(B, q_len, heads, D).to(BF16)
     cache = torch.stack([drawn(B, keys, heads // 2, D), drawn(B, keys, heads // 2, D) + 1]).to(BF16)
@@ -62,11 +64,10 @@ def call(backend: str, keys: int, heads: int, q_len: int, page: int | None = Non
         padded[:, :, :keys] = cache
         cache = padded.view(2, B * count, page, heads // 2, D).flip(1)
         table = torch.arange(B * count, device=DEVICE, dtype=torch.int32).flip(0).view(B, count)
+    given: dict[str, Any] = {"cache_seqlens": keys, "page_table": table, "backend": backend, **more}
+    k_cache, v_cache = cache
     with torch.device(DEVICE):
-        return kvattn.flash_attn_with_kvcache(
-            q, *cache, cache_seqlens=keys, page_table=table, backend=backend,
-            return_softmax_lse=True, **more,
-        )  # fmt: skip
+        return kvattn.flash_attn_with_kvcache(q, k_cache, v_cache, return_softmax_lse=True, **given)
 
 
 def check(**given: Any) -> None:
