@@ -223,7 +223,7 @@ def decode(r: Request, out: Tensor, lse: Tensor, common: Common = _NONE) -> None
     t = plan(s)
     spots = t.slots * t.tiles * s.heads
     part = stats = count = None
-    if t.split or common.shares > 0:
+    if t.split:
         dvp, device = launch.pow2(r.pool.shape[-1]), r.lead.device
         part = target().scratch("part", spots * t.r * dvp, device)
         stats = target().scratch("stats", spots * t.r * 2, device)

@@ -377,12 +377,22 @@ def decode(
     beta = tl.exp2(m - tl.where(top == float("-inf"), 0.0, top)[None, :])
     l = tl.sum(l * beta, 0)
     acc = _folded(tl.permute(acc * beta[:, None, :], (1, 2, 0)), W)
-    if PART is None or (splits == 1 and COMMON is None):
+    common_step = batch * queries * GROUP
+    common_spot = head * common_shares * common_step + b * queries * GROUP
+    if PART is None or splits == 1:
+        sums = tl.trans(acc)
+        if COMMON is not None:
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+            top, l, sums, _ = combine.added(
+                top, l, sums, sums, COMMON, COMMON_STATS, common_spot, common_step, common_shares,
+                r, live, DVP, 0, SPAN,
+            )  # fmt: skip
         combine.finish(
-            OUT, LSE, SINKS, top, l, tl.trans(acc), acc, r, q_len, q_first, b, head, active,
+            OUT, LSE, SINKS, top, l, sums, sums, r, q_len, q_first, b, head, active,
             v_factor, out_strides, lse_strides, GROUP, DVP, 0, DV,
         )  # fmt: skip
-    if PART is not None and (splits > 1 or COMMON is not None):
+    if PART is not None and splits > 1:
         whole = (program // HEADS % TILES * HEADS + head) * slots + first_slot
         mine_r = tl.arange(0, R)
         spots = (whole + split) * R + mine_r
@@ -393,8 +403,6 @@ def decode(
         arrived = tl.atomic_add(COUNT + whole, 1, sem="acq_rel")
         if arrived == splits - 1:
             tl.store(COUNT + whole, 0)
-            common_step = batch * queries * GROUP
-            common_spot = head * common_shares * common_step + b * queries * GROUP
             if COMMON is not None and PDL:
                 tl.extra.cuda.gdc_wait()
             combine.merge(

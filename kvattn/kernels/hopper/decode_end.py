@@ -72,14 +72,32 @@ def _merge(results, strides, share, at, form: gl.constexpr):
         spots = _spot(share, first + i)[:, None] * form.R + r[None, :]
         m, l, acc = _added(m, l, acc, results.PART, results.STATS, spots, there, d, form)
     if form.COMMON:
-        after_common_prefix(form)
-        for first in range(0, results.common_shares, SPAN):
-            there = (first + i < results.common_shares)[:, None] & live[None, :]
-            spots = _common_spot(results, share, at, first + i, form)[:, None] + r[None, :]
-            m, l, acc = _added(
-                m, l, acc, results.COMMON, results.COMMON_STATS, spots, there, d, form,
-            )  # fmt: skip
+        m, l, acc = _with_common(m, l, acc, results, share, at, form)
     _write(m, l, acc, results, strides, share, at, form)
+
+
+@gluon.jit
+def _with_common(m, l, acc, results, share, at, form: gl.constexpr):
+    """The same rows' sums with those over a common prefix, which are waited for here."""
+    COUNT: gl.constexpr = acc.shape[0]
+    SPAN: gl.constexpr = form.SPAN * max(4, form.MR) // max(4, COUNT)  # as many registers
+    F: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, form.WARPS, 1], [2, 1, 0])
+    ROWS: gl.constexpr = gl.SliceLayout(2, F)
+    i = gl.arange(0, SPAN, layout=gl.SliceLayout(1, ROWS))
+    r = gl.arange(0, COUNT, layout=gl.SliceLayout(0, ROWS))
+    live = share.row + r < at.queries * form.GROUP
+    d = gl.arange(0, form.DV, layout=gl.SliceLayout(0, gl.SliceLayout(1, F)))
+    d = gl.expand_dims(gl.expand_dims(d, 0), 1)
+    m = gl.convert_layout(m, gl.SliceLayout(0, ROWS), assert_trivial=True)
+    l = gl.convert_layout(l, gl.SliceLayout(0, ROWS), assert_trivial=True)
+    after_common_prefix(form)
+    for first in range(0, results.common_shares, SPAN):
+        there = (first + i < results.common_shares)[:, None] & live[None, :]
+        spots = _common_spot(results, share, at, first + i, form)[:, None] + r[None, :]
+        m, l, acc = _added(
+            m, l, acc, results.COMMON, results.COMMON_STATS, spots, there, d, form,
+        )  # fmt: skip
+    return m, l, acc
 
 
 @gluon.jit
@@ -128,10 +146,14 @@ def finish(m, l, acc, results, strides, share, at, form: gl.constexpr):
     A: gl.constexpr = acc.type.layout
     top = gl.convert_layout(top, gl.SliceLayout(1, A), assert_trivial=True)
     l = gl.convert_layout(l, gl.SliceLayout(1, A), assert_trivial=True)
-    if results.PART is None:  # noqa: SIM114  known when compiled
+    if results.PART is None:
         _write(top, l, acc, results, strides, share, at, form)
-    elif not form.COMMON and share.splits == 1:
-        _write(top, l, acc, results, strides, share, at, form)
+    elif share.splits == 1:
+        if form.COMMON:
+            both = _with_common(top, l, acc, results, share, at, form)
+            _write(both[0], both[1], both[2], results, strides, share, at, form)
+        else:
+            _write(top, l, acc, results, strides, share, at, form)
     else:
         r = gl.arange(0, form.R, layout=gl.SliceLayout(1, A))
         d = gl.arange(0, form.DV, layout=gl.SliceLayout(0, A))
