@@ -110,3 +110,29 @@ def test_a_broken_promise_is_seen() -> None:
         kvattn.flash_attn_with_kvcache(**inputs)
     inputs["common_prefix_len"] = 240
     kvattn.flash_attn_with_kvcache(**inputs)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.usefixtures("always")
+def test_a_captured_call_follows_lengths_and_pages(backend: str) -> None:
+    """The prefix may have become longer than sequences are; its pages others."""
+    if backend not in ("triton", "hopper"):
+        pytest.skip("no kernels of its own")
+    inputs = make_inputs(replace(PLAIN, lengths=464), device=DEVICE)
+    for _ in range(3):
+        attend(PLAIN, inputs, backend)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = attend(PLAIN, inputs, backend)
+    count = len(inputs["k_cache"])
+    for lengths in ((300, 257, 450), (464, 100, 31), (-1, 0, 130)):
+        inputs["cache_seqlens"].copy_(torch.tensor(lengths))
+        pages = torch.randperm(count, device=DEVICE).int()
+        inputs["page_table"][:, :16] = pages[:16]
+        inputs["page_table"][:, 16:29] = pages[16:55].view(3, 13)
+        for name in ("q", "k_cache", "v_cache"):
+            inputs[name].copy_(torch.randn(inputs[name].shape, device=DEVICE))
+        wanted = attend(PLAIN, inputs, "reference")
+        graph.replay()
+        torch.testing.assert_close(out, wanted[0], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse, wanted[1], rtol=2e-3, atol=2e-3)
