@@ -22,7 +22,7 @@ def room_for_new(dtype: gl.constexpr, form: gl.constexpr):
 
 
 @gluon.jit
-def _store(X, CACHE, room, place_of, steps, block, spot, mine, fresh, share, place,
+def _store(X, CACHE, NORM, room, place_of, steps, block, spot, mine, fresh, share, place,
            D: gl.constexpr, DIM: gl.constexpr, HALF: gl.constexpr, form: gl.constexpr):  # fmt: skip
     """Tokens [NEW, D] of K or V."""
     LANES: gl.constexpr = D // 8
@@ -37,9 +37,9 @@ def _store(X, CACHE, room, place_of, steps, block, spot, mine, fresh, share, pla
     turning = mine & (place >= 0) & (place < fresh.positions)
     at = share.b * steps[0] + t * steps[1] + share.head * steps[2]
     x = append.as_stored(
-        X + at, d, None, None, share.b, share.head, t, t, mine, turning, place, fresh.COS,
+        X + at, d, NORM, None, None, share.b, share.head, t, t, mine, turning, place, fresh.COS,
         fresh.SIN, fresh.positions, steps, steps, DIM, D, HALF, form.INTERLEAVED, 0, False, 0,
-        False, DTYPE,
+        False, DTYPE, form.EPS,
     )  # fmt: skip
     reinterpret(room, DTYPE, [form.NEW, D], ROOM).store(x)
     block = gl.convert_layout(block, ROWS)[:, None]
@@ -50,7 +50,7 @@ def _store(X, CACHE, room, place_of, steps, block, spot, mine, fresh, share, pla
 
 @gluon.jit
 def store_new(cache, fresh, news, strides, share, at, base, form: gl.constexpr):
-    """The tokens that land in this share's tiles, rotated, into the cache and near at hand."""
+    """The tokens that land in this share's tiles, ready, into the cache and near at hand."""
     LANES: gl.constexpr = form.D // 8
     SPREAD: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [form.WARPS, 1], [1, 0])
     t = gl.arange(0, form.NEW, layout=gl.SliceLayout(1, SPREAD))
@@ -62,10 +62,10 @@ def store_new(cache, fresh, news, strides, share, at, base, form: gl.constexpr):
     spot = key.to(gl.int64)
     if form.PAGE > 0:
         spot = spot % form.PAGE
-    _store(fresh.K, cache.K, news.k, strides.k, strides.k_new, block, spot, mine, fresh, share,
-           base, form.D, form.DIM, form.HALF, form)  # fmt: skip
-    _store(fresh.V, cache.V, news.v, strides.v, strides.v_new, block, spot, mine, fresh, share,
-           base, form.DV, form.DIM_V, 0, form)  # fmt: skip
+    _store(fresh.K, cache.K, fresh.K_NORM, news.k, strides.k, strides.k_new, block, spot, mine,
+           fresh, share, base, form.D, form.DIM, form.HALF, form)  # fmt: skip
+    _store(fresh.V, cache.V, None, news.v, strides.v, strides.v_new, block, spot, mine,
+           fresh, share, base, form.DV, form.DIM_V, 0, form)  # fmt: skip
 
 
 @gluon.jit

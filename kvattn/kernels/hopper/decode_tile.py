@@ -11,7 +11,7 @@ from kvattn.kernels.hopper.parts import release, slot_of
 
 @gluon.jit
 def _query(Q, fresh, strides, share, at, base, form: gl.constexpr):
-    """Rows [1, BM, D], rotated, as an operand of every warp."""
+    """Rows [1, BM, D], normalised and rotated, as an operand of every warp."""
     BM: gl.constexpr = 16 * form.WR
     S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [form.WK, form.WR, 1], [1, 16, 8])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, S, 2)
@@ -27,14 +27,18 @@ def _query(Q, fresh, strides, share, at, base, form: gl.constexpr):
     head = share.head * form.GROUP + row % form.GROUP
     rows = share.b * strides.q[0] + token.to(gl.int64) * strides.q[1] + head * strides.q[2]
     DTYPE: gl.constexpr = Q.dtype.element_ty
+    NORM = fresh.Q_NORM
+    rms = None
+    if NORM is not None:
+        rms = tile.query_rms(Q, rows, d, live, form.DIM, 0, form.EPS, 0)
     if form.HALF > 0:
         place = base + token * form.ADVANCE
         q = tile.rotated(
-            Q, rows, d, live, fresh.COS, fresh.SIN, place, fresh.positions, form.DIM, form.HALF,
-            form.INTERLEAVED, DTYPE, 0,
+            Q, rows, d, live, NORM, rms, fresh.COS, fresh.SIN, place, fresh.positions, form.DIM,
+            form.HALF, form.INTERLEAVED, DTYPE, 0,
         )  # fmt: skip
     else:
-        q = tile.query(Q, rows, d, live, form.DIM, DTYPE, 0)
+        q = tile.query(Q, rows, d, live, NORM, rms, form.DIM, DTYPE, 0)
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
     stage = gl.allocate_shared_memory(DTYPE, [1, BM, form.D], SHARED)
     stage.store(gl.expand_dims(q, 0))
