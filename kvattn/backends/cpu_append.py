@@ -94,11 +94,11 @@ def ready_pair(
 ) -> tuple[Tensor, Tensor]:
     """Heads of q and k of one dtype, every query at the place of its key: see `ready`."""
     dtype, heads, kv_heads = q.dtype, q.shape[2], k.shape[2]
-    if weights != (None, None):
-        q, k = (
-            x if weight is None else rms_norm(x, weight, eps)
-            for x, weight in zip((q, k), weights, strict=True)
-        )
+    q_weight, k_weight = weights
+    if q_weight is not None:
+        q = rms_norm(q, q_weight, eps)
+    if k_weight is not None:
+        k = rms_norm(k, k_weight, eps)
     if by is not None:
         if q.dtype != k.dtype:
             q, k = q.to(by[0].dtype), k.to(by[0].dtype)
