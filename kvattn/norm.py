@@ -11,11 +11,17 @@ EPS = 1e-6  # of calls that do not say
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x ** 2) + eps) * weight over the last dimension, in fp32 (fp64 for fp64 x).
 
-    x (..., D), weight (D,). Squares are summed in fp64, where no order of summation shows, and
-    what follows is rounded to fp32 step by step: the same bits wherever it is computed. The
-    result is left wide, to be rounded by the caller.
+    x (..., D); weight (D,), or one for each head, (heads, D). Squares are summed in fp64, where no
+    order of summation shows, and what follows is rounded to fp32 step by step: the same bits
+    wherever it is computed. The result is left wide, to be rounded by the caller.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    mean = (x.double().square().mean(-1, keepdim=True) + eps).to(wide)
-    root = mean.double().sqrt().to(wide)  # torch's fp32 root is not always the nearest number
-    return x.to(wide) * root.reciprocal() * weight.to(wide)
+    mean = x.double().square().mean(-1, keepdim=True).add_(eps).to(wide)
+    return x.to(wide).mul(_inverse_root(mean)).mul_(weight.to(wide))
+
+
+def _inverse_root(x: Tensor) -> Tensor:
+    """1 / sqrt(x), root and inverse rounded to the nearest number, as not all of torch does it."""
+    if x.is_cpu:
+        return x.rsqrt_()
+    return x.double().sqrt_().to(x.dtype).reciprocal_()

@@ -95,17 +95,16 @@ def ready_pair(
     """Heads of q and k of one dtype, every query at the place of its key: see `ready`."""
     dtype, heads, kv_heads = q.dtype, q.shape[2], k.shape[2]
     q_weight, k_weight = weights
-    if q_weight is not None:
-        q = rms_norm(q, q_weight, eps)
-    if k_weight is not None:
-        k = rms_norm(k, k_weight, eps)
+    if (q_weight is None) != (k_weight is None):
+        return ready(q, q_weight, by, pairing, eps), ready(k, k_weight, by, pairing, eps)
+    both = torch.cat((q, k), 2)
+    if q_weight is not None and k_weight is not None:
+        each = q_weight.expand(heads, -1), k_weight.expand(kv_heads, -1)
+        both = rms_norm(both, torch.cat(each), eps)
     if by is not None:
-        if q.dtype != k.dtype:
-            q, k = q.to(by[0].dtype), k.to(by[0].dtype)
-        both = turn_by(torch.cat((q, k), 2), by, pairing)
-        both = both if both.dtype == dtype else quant.cast(both, dtype)
-        return both.narrow(2, 0, heads), both.narrow(2, heads, kv_heads)
-    return quant.cast(q, dtype), quant.cast(k, dtype)
+        both = turn_by(both, by, pairing)
+    both = both if both.dtype == dtype else quant.cast(both, dtype)
+    return both.narrow(2, 0, heads), both.narrow(2, heads, kv_heads)
 
 
 def ready(
