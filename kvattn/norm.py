@@ -17,11 +17,5 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     mean = x.double().square().mean(-1, keepdim=True).add_(eps).to(wide)
-    return x.to(wide).mul(_inverse_root(mean)).mul_(weight.to(wide))
-
-
-def _inverse_root(x: Tensor) -> Tensor:
-    """1 / sqrt(x), root and inverse rounded to the nearest number, as not all of torch does it."""
-    if x.is_cpu:
-        return x.rsqrt_()
-    return x.double().sqrt_().to(x.dtype).reciprocal_()
+    factor = mean.double().rsqrt_().to(wide)
+    return x.to(wide).mul(factor).mul_(weight.to(wide))

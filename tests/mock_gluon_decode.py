@@ -162,8 +162,7 @@ def _triton() -> tuple[ModuleType, ModuleType]:
     gl.abs = lambda x: Value(_tensor(x).abs())
     gl.float64 = torch.float64
     gl.sum = lambda x, axis, keep_dims: Value(x.data.sum(axis, keepdim=keep_dims))
-    gl.sqrt_rn = lambda x: Value(x.data.double().sqrt().float())
-    gl.div_rn = lambda a, b: Value(a / b.data)
+    gl.rsqrt = lambda x: Value(x.data.rsqrt())
     gl.zeros = lambda shape, dtype: _full(shape, 0, dtype)
     gl.broadcast_to = lambda x, shape: Value(x.data.broadcast_to(list(shape)))
     gl.range = range

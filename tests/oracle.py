@@ -236,10 +236,10 @@ def _ready(
         return _rotated(a, x, position)
     work = np.float64 if x.dtype == torch.float64 else np.float32
     numbers = x.to(torch.float64).numpy()
-    normed = np.empty(numbers.shape, work)
+    normed, weights = np.empty(numbers.shape, work), weight.to(torch.float64).numpy().astype(work)
     for h, head in enumerate(numbers):
-        size = np.sqrt(work(math.fsum(head * head) / len(head) + a.norm_eps))
-        normed[h] = head.astype(work) * (work(1) / size) * weight.double().numpy().astype(work)
+        mean = work(math.fsum(head * head) / len(head) + a.norm_eps)
+        normed[h] = head.astype(work) * work(1 / math.sqrt(mean)) * weights
     return _rotated(a, torch.from_numpy(normed), position).to(x.dtype)
 
 

@@ -78,17 +78,20 @@ def append(
     turning = keep & (place >= 0) & (place < positions)
     d = tl.arange(0, DP)
     e = tl.arange(0, DVP)
+    rms = None
+    if K_NORM is not None:
+        x = tl.load(K + k_at + d, mask=(d < D) & keep, other=0)
+        rms = tile.inverse_rms(tile.squares(x, 0 if CAST else KIND), D, EPS)
     x = as_stored(
-        K + k_at, d, K_NORM, K_SCALE, SFK, owner, head, block, offset, keep, turning, place,
+        K + k_at, d, K_NORM, rms, K_SCALE, SFK, owner, head, block, offset, keep, turning, place,
         COS, SIN, positions, k_scale_strides, sfk_strides,
         D, DP, HALF, INTERLEAVED, KIND, CAST, SCALING, SFK is not None, K_CACHE.dtype.element_ty,
-        EPS,
     )  # fmt: skip
     y = as_stored(
-        V + v_at, e, None, V_SCALE, SFV, owner, head, block, offset, keep, turning, place, COS, SIN,
-        positions, v_scale_strides, sfv_strides,
+        V + v_at, e, None, None, V_SCALE, SFV, owner, head, block, offset, keep, turning, place,
+        COS, SIN, positions, v_scale_strides, sfv_strides,
         DV, DVP, 0, INTERLEAVED, V_KIND, V_CAST, V_SCALING, SFV is not None,
-        V_CACHE.dtype.element_ty, EPS,
+        V_CACHE.dtype.element_ty,
     )  # fmt: skip
     at = block * k_cache_strides[0] + offset * k_cache_strides[1] + head * k_cache_strides[2]
     tl.store(K_CACHE + at + d, x, mask=(d < D) & keep)
@@ -98,14 +101,14 @@ def append(
 
 @triton.jit
 def as_stored(
-    X, d, NORM, SCALE, SF, owner, head, block, offset, keep, turning, place, COS, SIN,
+    X, d, NORM, rms, SCALE, SF, owner, head, block, offset, keep, turning, place, COS, SIN,
     positions, scale_strides, sf_strides,
     D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     KIND: tl.constexpr, CAST: tl.constexpr, SCALING: tl.constexpr, MX: tl.constexpr,
-    DTYPE: tl.constexpr, EPS: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """One head of tokens: normalised by weights NORM, rotated, rounded to its own dtype, then
-    made what the cache stores.
+    """One head of tokens: times weights NORM and rms, the inverse of its size, if there are any,
+    then rotated, rounded to its own dtype, and made what the cache stores.
 
     d holds the channels; X, block, offset and the rest are of one token, or of several along the
     dimensions that d leaves at 1. Measured scales (SCALING 2, MX) are for one token.
@@ -114,7 +117,6 @@ def as_stored(
     x = tl.load(X + d, mask=inside, other=0)
     FROM: tl.constexpr = 0 if CAST else KIND
     if NORM is not None:
-        rms = tile.inverse_rms(tile.squares(x, FROM), D, EPS)
         weight = tl.load(NORM + d, mask=d < D, other=0).to(tl.float32)
         wide = tile.widen(x, FROM, tl.float32) * rms * weight
     if HALF > 0:

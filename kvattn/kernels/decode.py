@@ -230,15 +230,22 @@ def decode(
         turning = mine & (base + t >= 0) & (base + t < positions)
         from_k = b * k_new_strides[0] + t * k_new_strides[1] + head * k_new_strides[2]
         from_v = b * v_new_strides[0] + t * v_new_strides[1] + head * v_new_strides[2]
+        k_rms = None
+        if K_NORM is not None:
+            inside = (dk < D)[None, :] & mine
+            x = tl.load(K_NEW + from_k + dk[None, :], mask=inside, other=0)
+            k_rms = tile.inverse_rms(tile.squares(x, 0 if CAST else K_KIND), D, EPS)
         k_new = append.as_stored(
-            K_NEW + from_k, dk[None, :], K_NORM, K_SCALE, None, b, head, new_block, new_spot, mine,
-            turning, base + t, COS, SIN, positions, k_scale_strides, k_scale_strides, D, DP, HALF,
-            INTERLEAVED, K_KIND, CAST, SCALING, False, K.dtype.element_ty, EPS,
+            K_NEW + from_k, dk[None, :], K_NORM, k_rms, K_SCALE, None, b, head, new_block,
+            new_spot, mine, turning, base + t, COS, SIN, positions, k_scale_strides,
+            k_scale_strides, D, DP, HALF, INTERLEAVED, K_KIND, CAST, SCALING, False,
+            K.dtype.element_ty,
         )  # fmt: skip
         v_new = append.as_stored(
-            V_NEW + from_v, dv[None, :], None, V_SCALE, None, b, head, new_block, new_spot, mine,
-            turning, base + t, COS, SIN, positions, v_scale_strides, v_scale_strides, DV, DVP, 0,
-            INTERLEAVED, V_KIND, V_CAST, V_SCALING, False, V.dtype.element_ty, EPS,
+            V_NEW + from_v, dv[None, :], None, None, V_SCALE, None, b, head, new_block,
+            new_spot, mine, turning, base + t, COS, SIN, positions, v_scale_strides,
+            v_scale_strides, DV, DVP, 0, INTERLEAVED, V_KIND, V_CAST, V_SCALING, False,
+            V.dtype.element_ty,
         )  # fmt: skip
         to_k = new_block * k_strides[0] + new_spot * k_strides[1] + head * k_strides[2]
         to_v = new_block * v_strides[0] + new_spot * v_strides[1] + head * v_strides[2]
@@ -251,7 +258,8 @@ def decode(
     q_rows = b * q_strides[0] + m_at * q_strides[1] + (head * GROUP + m_row % GROUP) * q_strides[2]
     rms = None
     if Q_NORM is not None:
-        rms = tile.query_rms(Q, q_rows, dk, m_live, D, Q_KIND, EPS, 0)
+        total = tile.query_squares(Q, q_rows, dk, m_live, D, Q_KIND, 0)
+        rms = tile.inverse_rms(total, D, EPS)
     if HALF > 0:
         q = tile.rotated(Q, q_rows, dk, m_live, Q_NORM, rms, COS, SIN, base + m_token * ADVANCE,
                          positions, D, HALF, INTERLEAVED, DTYPE, Q_KIND)  # fmt: skip

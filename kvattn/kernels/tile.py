@@ -75,23 +75,26 @@ def squares(x, KIND: tl.constexpr):
 
 @triton.jit
 def inverse_rms(total, D: tl.constexpr, EPS: tl.constexpr):
-    """1 / sqrt(mean square + EPS) in fp32 from sums of squares, rounded as plain torch does."""
+    """1 / sqrt(mean square + EPS) in fp32 from sums of squares: the nearest number.
+
+    Newton's step in fp64 doubles the digits of a guess, and has no branches.
+    """
     mean = (total * (1.0 / D) + EPS).to(tl.float32)
-    return tl.div_rn(1.0, tl.sqrt_rn(mean))
+    guess = tl.rsqrt(mean).to(tl.float64)
+    better = guess * (1.5 - 0.5 * mean.to(tl.float64) * guess * guess)
+    return tl.where(mean == float("inf"), 0.0, better.to(tl.float32))
 
 
 @triton.jit
-def query_rms(
-    X, rows, d, live, D: tl.constexpr, KIND: tl.constexpr, EPS: tl.constexpr, MORE: tl.constexpr
-):
-    """What rows of queries are normalised by; MORE channels follow behind those of d."""
+def query_squares(X, rows, d, live, D: tl.constexpr, KIND: tl.constexpr, MORE: tl.constexpr):
+    """`squares` of query rows; MORE channels follow behind those of d."""
     inside = live[:, None] & (d < D)[None, :]
     total = squares(tl.load(X + rows[:, None] + d[None, :], mask=inside, other=0), KIND)
     if MORE > 0:
         e = d.shape[0] + tl.arange(0, MORE)
         inside = live[:, None] & (e < D)[None, :]
         total += squares(tl.load(X + rows[:, None] + e[None, :], mask=inside, other=0), KIND)
-    return inverse_rms(total, D, EPS)
+    return total
 
 
 @triton.jit

@@ -38,7 +38,8 @@ def rotate(
     kind: tl.constexpr = Q.dtype.element_ty
     rms = None
     if NORM is not None:
-        rms = tile.query_rms(Q, offsets, d, live, D, 0, EPS, 0)
+        total = tile.query_squares(Q, offsets, d, live, D, 0, 0)
+        rms = tile.inverse_rms(total, D, EPS)
     if HALF > 0:
         ready = tile.rotated(
             Q, offsets, d, live, NORM, rms, COS, SIN, place, positions, D, HALF, INTERLEAVED, kind,
