@@ -158,8 +158,7 @@ def attention(
         q_rows = b * q_strides[0] + at * q_strides[1] + query_head * q_strides[2]
         rms = None
         if Q_NORM is not None:
-            total = tile.query_squares(Q, q_rows, da, live, D, Q_KIND, DB)
-            rms = tile.inverse_rms(total, D, EPS)
+            rms = tile.query_rms(Q, q_rows, da, live, D, Q_KIND, EPS, DB)
         if HALF > 0:
             base = old.to(tl.int64)
             if BASES is not None:

@@ -258,8 +258,7 @@ def decode(
     q_rows = b * q_strides[0] + m_at * q_strides[1] + (head * GROUP + m_row % GROUP) * q_strides[2]
     rms = None
     if Q_NORM is not None:
-        total = tile.query_squares(Q, q_rows, dk, m_live, D, Q_KIND, 0)
-        rms = tile.inverse_rms(total, D, EPS)
+        rms = tile.query_rms(Q, q_rows, dk, m_live, D, Q_KIND, EPS, 0)
     if HALF > 0:
         q = tile.rotated(Q, q_rows, dk, m_live, Q_NORM, rms, COS, SIN, base + m_token * ADVANCE,
                          positions, D, HALF, INTERLEAVED, DTYPE, Q_KIND)  # fmt: skip

@@ -98,6 +98,14 @@ def query_squares(X, rows, d, live, D: tl.constexpr, KIND: tl.constexpr, MORE: t
 
 
 @triton.jit
+def query_rms(
+    X, rows, d, live, D: tl.constexpr, KIND: tl.constexpr, EPS: tl.constexpr, MORE: tl.constexpr
+):
+    """What query rows are multiplied by in order to be normalised, [BM, 1]."""
+    return inverse_rms(query_squares(X, rows, d, live, D, KIND, MORE), D, EPS)
+
+
+@triton.jit
 def rounded(x, OWN: tl.constexpr, DTYPE: tl.constexpr, KIND: tl.constexpr):
     """fp32 rounded to a tensor's own dtype, in the dtype that is multiplied."""
     if KIND == 0:

@@ -38,8 +38,7 @@ def rotate(
     kind: tl.constexpr = Q.dtype.element_ty
     rms = None
     if NORM is not None:
-        total = tile.query_squares(Q, offsets, d, live, D, 0, 0)
-        rms = tile.inverse_rms(total, D, EPS)
+        rms = tile.query_rms(Q, offsets, d, live, D, 0, EPS, 0)
     if HALF > 0:
         ready = tile.rotated(
             Q, offsets, d, live, NORM, rms, COS, SIN, place, positions, D, HALF, INTERLEAVED, kind,
