@@ -13,6 +13,7 @@ from torch import Tensor
 from kvattn import errors as E
 from kvattn import ops
 from kvattn.metadata import SchedulerMetadata
+from kvattn.norm import EPS
 
 T = TypeVar("T")
 Window = tuple[int | None, int | None] | list[int | None]
@@ -68,6 +69,9 @@ def flash_attn_with_kvcache(
     sfv: Tensor | None = None,
     only_qv: bool = False,
     slot_mapping: Tensor | None = None,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    norm_eps: float = EPS,
     out: Tensor | None = None,
     batch_invariant: bool = False,
     backend: str | None = None,
@@ -133,6 +137,10 @@ def flash_attn_with_kvcache(
         sfq, sfk, sfv: float8_e8m0fnu MXFP8 scales, plain, interleaved or (sfv) per 32 tokens.
         only_qv: drop q . k entirely; needs qv.
         slot_mapping: int64, a slot ``page * page_size + offset`` per new token; -1 skips it.
+        q_norm_weight, k_norm_weight: (D,) fp32, bf16 or fp16: heads of q, and of k before they are
+            stored, become ``x / sqrt(mean(x ** 2) + norm_eps) * weight``, then turn; rounded once.
+            Either without the other. Gemma's norm multiplies by 1 + weight: pass that.
+        norm_eps: of both norms, 1e-6 by default; > 0.
         out: written and returned; any outer strides; must overlap no input.
         batch_invariant: a row's bits depend on nothing but its own sequence.
         backend: None, "reference", "cpu", "triton" or "hopper"; a named one never falls back.
@@ -205,6 +213,9 @@ def flash_attn_with_kvcache(
         "sfv": sfv,
         "only_qv": only_qv,
         "slot_mapping": slot_mapping,
+        "q_norm_weight": q_norm_weight,
+        "k_norm_weight": k_norm_weight,
+        "norm_eps": norm_eps,
         "out": out,
         "batch_invariant": batch_invariant,
         "backend": backend,

@@ -75,7 +75,7 @@ _TENSOR_NAMES = (
     *("cache_batch_idx", "cache_leftpad", "page_table", "cu_seqlens_q", "cu_seqlens_k"),
     *("cu_seqlens_k_new", "seqused_q", "seqused_k", "rotary_seqlens", "slot_mapping"),
     *("q_descale", "k_descale", "v_descale", "sfq", "sfk", "sfv", "alibi_slopes", "sinks"),
-    *("rel_bias", "gather_kv_indices", "out"),
+    *("rel_bias", "gather_kv_indices", "q_norm_weight", "k_norm_weight", "out"),
 )
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvattn import checks, values
+from kvattn.norm import EPS
 from kvattn.plan import Prepared
 from kvattn.request import NAMES, Request, Span
 
@@ -181,6 +182,7 @@ _USUAL: dict[str, Any] = {
     **dict.fromkeys(("causal", "only_qv", "batch_invariant", "return_lse", "deterministic"), False),
     **dict.fromkeys(("attention_chunk", "num_splits", "sm_margin", "common_prefix_len"), 0),
     "rotary_interleaved": True,
+    "norm_eps": EPS,
 }
 _SOURCES = {"cache_seqlens": "seqused_k", "cu_seqlens_k_new": "cu_seqlens_q"}
 

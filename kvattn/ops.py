@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvattn import checks, forms
 from kvattn.backends import Repeated, execute, prepare
+from kvattn.norm import EPS
 from kvattn.request import Request
 
 _TENSORS = (
@@ -23,7 +24,7 @@ _TENSORS = (
     *("cache_batch_idx", "cache_leftpad", "page_table", "cu_seqlens_q", "cu_seqlens_k"),
     *("cu_seqlens_k_new", "seqused_q", "seqused_k", "rotary_seqlens", "slot_mapping"),
     *("q_descale", "k_descale", "v_descale", "sfq", "sfk", "sfv", "alibi_slopes", "sinks"),
-    *("rel_bias", "gather_kv_indices"),
+    *("rel_bias", "gather_kv_indices", "q_norm_weight", "k_norm_weight"),
 )
 _WRITTEN = ("k_cache", "v_cache", "k_descale", "v_descale", "sfk", "sfv")  # by an append
 _SCALARS = (
@@ -31,7 +32,7 @@ _SCALARS = (
     *("SymInt attention_chunk", "float softcap", "bool rotary_interleaved", "bool only_qv"),
     *("SymInt? max_seqlen_q", "SymInt? max_seqlen_k", "SymInt? min_seqlen_k", "SymInt num_splits"),
     *("bool? pack_gqa", "SymInt sm_margin", "bool batch_invariant", "bool deterministic"),
-    *("float dropout_p", "str? backend", "SymInt common_prefix_len"),
+    *("float norm_eps", "float dropout_p", "str? backend", "SymInt common_prefix_len"),
 )
 _EAGER = ("score_mod", "mask_mod", "aux_tensors", "block_sparse_tensors")
 _NUMBERS: dict[str, Any] = {"cache_seqlens": (int, NoneType)} | dict.fromkeys(
@@ -154,6 +155,7 @@ def _flat(arguments: dict[str, Any]) -> tuple[Any, ...]:
         given[name] = given.get(name) or 0
     given["softcap"], given["dropout_p"] = float(given["softcap"]), float(given["dropout_p"])
     given.setdefault("rotary_interleaved", True)
+    given["norm_eps"] = float(given.get("norm_eps", EPS))
     for name in ("causal", "only_qv", "batch_invariant", "deterministic"):
         given.setdefault(name, False)
     return tuple(given.get(name) for name in (*_TENSORS, *_SCALAR_NAMES))

@@ -17,6 +17,7 @@ FLAGS = (
     *("causal", "rotary_interleaved", "only_qv", "return_lse", "batch_invariant", "deterministic"),
 )  # fmt: skip
 BIAS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _FAR = 1 << 30  # beyond every position, and safe to add to one in 32 bits
 _SIZES = {"score_mod": (5, 7, 8), "mask_mod": (4, 6, 7)}
 
@@ -57,6 +58,9 @@ def normalise(raw: Any) -> None:
         raise E.SoftcapError("softcap", raw.softcap, "0 (off) or a positive number")
     if not any(raw.pack_gqa is flag for flag in (None, True, False)):
         raise E.FlagError("pack_gqa", repr(raw.pack_gqa), "None, True or False")
+    raw.norm_eps = _number(raw.norm_eps, "norm_eps", E.NormEpsError)
+    if not _LEAST <= raw.norm_eps <= _MOST:
+        raise E.NormEpsError("norm_eps", raw.norm_eps, "a positive number that fp32 can hold")
     for name in ("q_descale", "k_descale", "v_descale"):
         scale = getattr(raw, name)
         if isinstance(scale, (int, float)) and not isinstance(scale, bool):
@@ -113,6 +117,7 @@ def check(raw: Any, count: int) -> None:
     """Shapes and dtypes of everything that is optional; fills in the default softmax scale."""
     _margin(raw)
     _rotary(raw, count)
+    _norms(raw)
     _descales(raw, count)
     if raw.sfq is not None or raw.sfk is not None or raw.sfv is not None:
         _mx(raw)
@@ -175,6 +180,21 @@ def _rotary(raw: Any, count: int) -> None:
         raise E.RotarySeqlensError("rotary_seqlens", got, f"int32 of shape ({count},)")
 
 
+def _norms(raw: Any) -> None:
+    """A norm weight has a number for each channel of the tensor that it belongs to."""
+    for name, heads in (("q_norm_weight", raw.q), ("k_norm_weight", raw.k)):
+        weight = getattr(raw, name)
+        if weight is None:
+            continue
+        if heads is None:  # only_qv leaves q out
+            raise E.NormWithoutHeadsError(name, f"no {name[0]}", "None without it")
+        dtypes = (*BIAS_DTYPES, *((torch.float64,) if heads.dtype == torch.float64 else ()))
+        if weight.shape != heads.shape[-1:] or weight.dtype not in dtypes:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            allowed = f"shape ({heads.shape[-1]},), one of {names}"
+            raise E.NormWeightError(name, _seen(weight), allowed)
+
+
 def _descales(raw: Any, count: int) -> None:
     heads = raw.v_cache.shape[-2]
     for name, cache in (
@@ -205,6 +225,9 @@ def _mx(raw: Any) -> None:
     if raw.sfq is not None and raw.rotary_cos is not None:
         got = "sfq together with rotary tables: a pair may span two scales"
         raise E.MxScaleError("sfq", got, "None; rotate q before quantising it")
+    if raw.sfq is not None and raw.q_norm_weight is not None:
+        got = "sfq together with q_norm_weight: normalised numbers need other scales"
+        raise E.MxScaleError("sfq", got, "None; normalise q before quantising it")
     for name, data in (("sfq", raw.q), ("sfk", raw.k_cache), ("sfv", raw.v_cache)):
         scale, new = getattr(raw, name), {"sfk": raw.k, "sfv": raw.v}.get(name)
         if scale is None:

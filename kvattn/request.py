@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvattn import checks, values
+from kvattn.norm import EPS
 from kvattn.option_checks import BlockSparse
 
 
@@ -57,6 +58,8 @@ class Request:
     qv: Tensor | None = None  # q's leading shape with Dv
     rotary_cos: Tensor | None = None  # (positions, R / 2)
     rotary_sin: Tensor | None = None
+    q_norm_weight: Tensor | None = None  # (D,)
+    k_norm_weight: Tensor | None = None  # (D,)
     cache_seqlens: Tensor | None = None  # (B,) int32
     cache_batch_idx: Tensor | None = None  # (B,) int32
     cache_leftpad: Tensor | None = None  # (B,) int32
@@ -89,6 +92,7 @@ class Request:
     softcap: float = 0.0
     rotary_interleaved: bool = True
     common_prefix_len: int = 0
+    norm_eps: float = EPS
     only_qv: bool = False
     return_lse: bool = False
     max_seqlen_q: int | None = None
@@ -321,9 +325,9 @@ _FACT_TENSORS = tuple(
     )
 )
 _FACT_SCALARS = (
-    *("causal", "window", "attention_chunk", "softcap", "rotary_interleaved", "only_qv"),
-    *("return_lse", "max_seqlen_q", "max_seqlen_k", "num_splits", "pack_gqa", "sm_margin"),
-    *("batch_invariant", "backend", "attend", "common_prefix_len"),
+    *("causal", "window", "attention_chunk", "softcap", "rotary_interleaved", "norm_eps"),
+    *("only_qv", "return_lse", "max_seqlen_q", "max_seqlen_k", "num_splits", "pack_gqa"),
+    *("sm_margin", "batch_invariant", "backend", "attend", "common_prefix_len"),
 )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvattn import errors as E
 from kvattn import ops
+from kvattn.norm import EPS
 from kvattn.rotary import rotate
 from kvattn.values import readable
 
@@ -34,9 +35,11 @@ def append_kv(
     v_descale: Tensor | float | None = None,
     sfk: Tensor | None = None,
     sfv: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    norm_eps: float = EPS,
     backend: str | None = None,
 ) -> None:
-    """Stores new keys and values in a cache, in place: rotate, quantise, write.
+    """Stores new keys and values in a cache, in place: normalise, rotate, quantise, write.
 
     Where: behind `cache_seqlens` (absolute rows, as in `flash_attn_with_kvcache`), or at the
     slots of `slot_mapping`, as serving engines do. With slots alone, `page_table` and
@@ -50,7 +53,7 @@ def append_kv(
         cache_seqlens: int or (B,) int32, length of every row before the append.
         slot_mapping: (total_new,) int64, ``page * page_size + offset``; -1 skips a token.
         page_table, cu_seqlens_k_new, cache_batch_idx, cache_leftpad, rotary_*, k_descale,
-            v_descale, sfk, sfv: as in `flash_attn_with_kvcache`.
+            v_descale, sfk, sfv, k_norm_weight, norm_eps: as in `flash_attn_with_kvcache`.
         backend: None, or the name of one that must be used.
 
     Raises:
@@ -80,6 +83,8 @@ def append_kv(
         "v_descale": v_descale,
         "sfk": sfk,
         "sfv": sfv,
+        "k_norm_weight": k_norm_weight,
+        "norm_eps": norm_eps,
         "backend": backend,
     }
     ops.append(given)

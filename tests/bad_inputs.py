@@ -41,6 +41,7 @@ DENSE = Case(seqlen_q=2, lengths=(5, 3), capacity=8, out=True)
 APPEND = Case(seqlen_q=2, lengths=(5, 3), capacity=8, new=2, out=True)
 PAGED = Case(seqlen_q=2, lengths=(5, 3), capacity=8, new=2, page_size=4, out=True)
 ROTARY = Case(seqlen_q=2, lengths=(5, 3), capacity=8, new=2, rotary=8, causal=True, out=True)
+NORMED = Case(seqlen_q=2, lengths=(5, 3), capacity=8, new=2, norm="both", out=True)
 RAGGED = Case(seqlen_q=(2, 1), lengths=(5, 3), capacity=8, new=(1, 2), out=True)
 ROWS = Case(lengths=(5, 3), capacity=8, new=2, rows=4, batch_idx=(3, 1), out=True)
 PADDED = Case(lengths=(5, 3), capacity=8, new=2, leftpad=(1, 3), out=True)
@@ -324,6 +325,19 @@ OPTIONS = [
         cut("qv", ..., slice(3), slice(None))),
     Bad(56, E.QueryValueError, "qv", "torch.float16", LATENT, cast("qv", F16)),
     Bad(56, E.QueryValueError, "qv", "None", DENSE, given(only_qv=True)),
+    Bad(0, E.NormWeightError, "q_norm_weight", "(31,)", NORMED, cut("q_norm_weight", slice(31))),
+    Bad(0, E.NormWeightError, "k_norm_weight", "(1, 32)", NORMED, cut("k_norm_weight", None)),
+    Bad(0, E.NormWeightError, "q_norm_weight", "torch.int32", NORMED, cast("q_norm_weight", I32)),
+    Bad(0, E.NormWeightError, "k_norm_weight", "torch.float64", NORMED, cast("k_norm_weight", F64)),
+    Bad(0, E.DeviceMismatchError, "k_norm_weight", "meta", NORMED, elsewhere("k_norm_weight")),
+    Bad(0, E.NotATensorError, "q_norm_weight", "float", NORMED, given(q_norm_weight=1.0)),
+    *(Bad(0, E.NormEpsError, "norm_eps", shown, NORMED, given(norm_eps=eps))
+      for eps, shown in ((0, "0.0"), (-1e-6, "-1e-06"), (math.nan, "nan"), (math.inf, "inf"),
+                         ("1e-6", "'1e-6'"), (1e-50, "1e-50"), (None, "None"))),
+    Bad(0, E.NormWithoutHeadsError, "k_norm_weight", "no k", NORMED, given(k=None, v=None)),
+    Bad(0, E.NormWithoutHeadsError, "q_norm_weight", "no q", LATENT,
+        given(q_norm_weight=torch.ones(32), only_qv=True)),
+    Bad(0, E.MxScaleError, "sfq", "q_norm_weight", MX, given(q_norm_weight=torch.ones(64))),
     Bad(58, E.RotaryOnlyQvError, "rotary_cos", "rotary tables", LATENT,
         given(only_qv=True, **tables(4))),
     Bad(59, E.RelBiasError, "rel_bias", "(2, 2, 4, 0)", DENSE,

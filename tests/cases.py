@@ -40,7 +40,7 @@ COVERED = dict(enumerate((
     "a strided out", "an overlapping out", "layout of the lse", "merging halves",
     "hints and repeats", "garbage in the page table", "NaN in dead slots",
     "offsets beyond 2 ** 31", "strided caches", "bad inputs", "batch invariance", "head dims",
-    "no argument is ignored", "long context",
+    "no argument is ignored", "long context", "norms of q and k",
 ), start=1))  # fmt: skip
 ON_A_GPU_ONLY = {53}
 
@@ -310,6 +310,44 @@ MXFP8 = [
          **MX),
 ]  # fmt: skip
 
+LATE: dict[str, Any] = {"norm": "both", "dtype": BF16, "lengths": (9, 30), "causal": True}
+# Norms of q and k before the rotation and the append, in every way that either can be read.
+NORMS = [
+    Case("T75-decode-page16", new=1, rotary=32, page_size=16, **LATE),
+    Case("T75-decode-neox-d128", new=1, rotary=128, rotary_interleaved=False, dim=128, page_size=16,
+         norm_dtype=BF16, **LATE),
+    Case("T75-draft-partial-rotary", seqlen_q=3, new=3, rotary=16, page_size=4, window=(20, 0),
+         sinks=F32, **LATE),
+    Case("T75-no-rotary", seqlen_q=2, new=2, **LATE),
+    Case("T75-q-alone-without-new-keys", seqlen_q=2, **{**LATE, "norm": "q"}),
+    Case("T75-q-alone", new=1, rotary=32, **{**LATE, "norm": "q"}),
+    Case("T75-k-alone", new=2, seqlen_q=2, rotary=32, **{**LATE, "norm": "k"}),
+    Case("T75-fp32", seqlen_q=5, new=5, rotary=8, page_size=4, **{**LATE, "dtype": F32}),
+    Case("T75-fp64", seqlen_q=2, norm="q", dtype=F64, norm_dtype=F64, lengths=(9, 30)),
+    Case("T75-prefill-ragged", seqlen_q=(40, 0, 17), batch=3, new=(40, 2, 17), dim=64, rotary=64,
+         **{**LATE, "lengths": (9, 30, 0)}),
+    Case("T75-prefill-page64", seqlen_q=70, new=70, dim=64, rotary=32, page_size=64, **LATE),
+    Case("T75-slots-ragged", seqlen_q=(3, 1), new=(3, 1), by_slot=True, page_size=4, rotary=16,
+         **LATE),
+    Case("T75-leftpad-batch-idx-chunk", seqlen_q=3, new=4, leftpad=(7, 0), rows=5, batch_idx=(4, 1),
+         chunk=8, rotary=32, **LATE),
+    Case("T75-inactive", batch=3, new=2, seqlen_q=2, rotary=16, **{**LATE, "lengths": (9, -1, 7)}),
+    Case("T75-fp8-cache", seqlen_q=2, new=2, rotary=32, page_size=8, cache_dtype=E4M3,
+         descale="heads", **LATE),
+    Case("T75-fp8-by-token", new=3, cache_dtype=E5M2, descale="token", rotary=16, **LATE),
+    Case("T75-fp8-queries", new=1, rotary=16, **{**LATE, "dtype": E4M3}),
+    Case("T75-int8", new=2, rotary=32, cache_dtype=INT8, descale="heads", **LATE),
+    Case("T75-mx-keys-of-bf16", new=2, page_size=64, dim=64, sfv="plain", value_dtype=E4M3, **LATE),
+    Case("T75-mx-keys", norm="k", sfq="plain", sfk="plain", sfv="plain", page_size=64, new=2,
+         new_dtype=BF16, **MX),
+    Case("T75-qv", seqlen_q=3, new=3, qv=True, dim=64, dim_v=256, heads=6, kv_heads=1, rotary=64,
+         page_size=4, **LATE),
+    Case("T75-two-halves-d80", seqlen_q=3, new=3, dim=80, rotary=64, alibi="heads", **LATE),
+    Case("T75-d59", seqlen_q=2, new=2, dim=59, rotary=16, **LATE),
+    Case("T75-invariant", new=1, seqlen_q=1, rotary=32, options={"batch_invariant": True}, **LATE),
+    Case("T75-large-eps", new=1, rotary=32, options={"norm_eps": 10.0}, **LATE),
+]  # fmt: skip
+
 # Head dims, group sizes and many keys.
 SHAPES = [
     Case("T72-d59", dim=59, seqlen_q=3, lengths=(9, 70), causal=True, dtype=BF16, new=3),
@@ -327,7 +365,7 @@ SHAPES = [
 ]  # fmt: skip
 
 GRIDS = (GRID_FA2, GRID_FA3, GRID_FA4, GRID_OUTPUT, GRID_RAGGED, GRID_MODS, GRID_BIAS)
-CASES = [case for group in (*GRIDS, APPEND, MLA, NARROW, MXFP8, SHAPES) for case in group]
+CASES = [case for group in (*GRIDS, APPEND, MLA, NARROW, MXFP8, NORMS, SHAPES) for case in group]
 
 
 def ints(*numbers: int) -> Tensor:

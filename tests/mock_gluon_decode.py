@@ -160,6 +160,9 @@ def _triton() -> tuple[ModuleType, ModuleType]:
     _extend(gl)
     gl.cumsum = lambda x, axis: Value(x.data.cumsum(axis))
     gl.abs = lambda x: Value(_tensor(x).abs())
+    gl.float64 = torch.float64
+    gl.sum = lambda x, axis, keep_dims: Value(x.data.sum(axis, keepdim=keep_dims))
+    gl.rsqrt = lambda x: Value(x.data.rsqrt())
     gl.zeros = lambda shape, dtype: _full(shape, 0, dtype)
     gl.broadcast_to = lambda x, shape: Value(x.data.broadcast_to(list(shape)))
     gl.range = range

@@ -46,6 +46,9 @@ DEFAULTS: dict[str, Any] = {
     "attention_chunk": 0,
     "softcap": 0.0,
     "rotary_interleaved": True,
+    "q_norm_weight": None,
+    "k_norm_weight": None,
+    "norm_eps": 1e-6,
     "sinks": None,
     "alibi_slopes": None,
     "score_mod": None,
@@ -216,12 +219,28 @@ def _append(a: SimpleNamespace, seqs: list[Sequence], keys: Side | None, values:
             else:
                 page, offset = divmod(slots[row], size)
             if keys is not None:
-                keys.store(page, offset, _rotated(a, k_rows[row], _base(a, seq) + t), seq.b)
+                token = _ready(a, k_rows[row], a.k_norm_weight, _base(a, seq) + t)
+                keys.store(page, offset, token, seq.b)
             values.store(page, offset, v_rows[row], seq.b)
 
 
 def _base(a: SimpleNamespace, seq: Sequence) -> int:
     return seq.end if a.rotary_seqlens is None else int(a.rotary_seqlens[seq.b])
+
+
+def _ready(
+    a: SimpleNamespace, x: torch.Tensor, weight: torch.Tensor | None, position: int
+) -> torch.Tensor:
+    """Heads (heads, D) normalised, rotated, and rounded at the end."""
+    if weight is None:
+        return _rotated(a, x, position)
+    work = np.float64 if x.dtype == torch.float64 else np.float32
+    numbers = x.to(torch.float64).numpy()
+    normed, weights = np.empty(numbers.shape, work), weight.to(torch.float64).numpy().astype(work)
+    for h, head in enumerate(numbers):
+        mean = work(math.fsum(head * head) / len(head) + a.norm_eps)
+        normed[h] = head.astype(work) * work(1 / math.sqrt(mean)) * weights
+    return _rotated(a, torch.from_numpy(normed), position).to(x.dtype)
 
 
 def _rotated(a: SimpleNamespace, x: torch.Tensor, position: int) -> torch.Tensor:
@@ -268,14 +287,14 @@ def _attend(
 
 
 def _query_numbers(a: SimpleNamespace, seqs: list[Sequence], padded: bool) -> Array:
-    """Rotated queries in float64, every row rounded to the dtype of q."""
+    """Normalised and rotated queries in float64, every row rounded to the dtype of q."""
     q = _rows(a.q, padded)
-    if a.rotary_cos is not None:
+    if a.rotary_cos is not None or a.q_norm_weight is not None:
         q = q.clone()
         for seq in (s for s in seqs if s.active):
             for i in range(seq.sq):
                 position = _base(a, seq) + (i if a.local else 0)
-                q[seq.q_start + i] = _rotated(a, q[seq.q_start + i], position)
+                q[seq.q_start + i] = _ready(a, q[seq.q_start + i], a.q_norm_weight, position)
     numbers = q.to(torch.float64).numpy()
     if a.sfq is None:
         return numbers

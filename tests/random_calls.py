@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from random_base import E4M3, F32, F64, INT8, PAGE_SIZES, WIDE, Call
+from random_base import BF16, E4M3, F16, F32, F64, INT8, PAGE_SIZES, WIDE, Call
 from random_tools import Array, clone, cumulative, describe, ints, strided
 
 __all__ = ["as_cache_call", "clone", "describe", "random_call", "random_varlen_call"]
@@ -47,6 +47,7 @@ class _CacheCall(Call):
         self.new_tokens()
         self.scores()
         self.only_qv()
+        self.norms()
         self.hints()
         self.output()
         if self.d.chance(0.7):
@@ -182,6 +183,22 @@ class _CacheCall(Call):
         if self.by_slot:
             slots = ints(self._slots(), torch.int64)
             kw["slot_mapping"] = slots.reshape(lead) if d.chance(0.3) else slots
+
+    def norms(self) -> None:
+        """Norms of q and k; a v that shares memory with k would hold what was normalised."""
+        d, kw = self.d, self.kw
+        if "sfq" not in self.mx and "only_qv" not in kw and d.chance(0.2):
+            kw["q_norm_weight"] = self._norm_weight()
+        exact = self.appending and kw["k"].dtype not in (INT8, F64)  # fp64 sums are not
+        if exact and self.overlap is None and d.chance(0.3):
+            kw["k_norm_weight"] = self._norm_weight()
+        if d.chance(0.2):
+            kw["norm_eps"] = d.pick((1e-5, 1.0))
+
+    def _norm_weight(self) -> torch.Tensor:
+        weight = torch.from_numpy(self.d.uniform(-1, 2, (self.dim,)))
+        weight = weight.to(self.d.pick((F32, BF16, F16)))
+        return weight if self.d.chance(0.8) else strided(weight, "spread")
 
     def _forget_tokens(self, numbers: Array) -> None:
         """New tokens of no sequence and of inactive rows are not read."""

@@ -497,6 +497,8 @@ def test_explain_as_json(invoke: Invoke) -> None:
         (["--head-dim-v", 64], {"k_cache": [256, 16, 8, 128], "v_cache": [256, 16, 8, 64]}),
         (["--append", 2], {"k": [1, 2, 8, 128], "k_cache": [257, 16, 8, 128]}),
         (["--append", 2, "--rotary"], {"rotary_cos": [4098, 64], "rotary_sin": [4098, 64]}),
+        (["--norm"], {"q_norm_weight": [128]}),
+        (["--append", 2, "--norm"], {"q_norm_weight": [128], "k_norm_weight": [128]}),
         (["--sinks"], {"sinks": [32]}),
         (["--alibi"], {"alibi_slopes": [32]}),
         (["--leftpad"], {"cache_leftpad": [1]}),

@@ -43,6 +43,7 @@ SPELLINGS = {"return_softmax_lse", "return_lse", "return_attn_probs", "out"}  # 
 PLAIN = Case(seqlen_q=2, lengths=(5, 3), capacity=8)
 APPEND = Case(seqlen_q=2, lengths=(5, 3), capacity=8, new=2, causal=True)
 ROTARY = Case(seqlen_q=2, lengths=(5, 3), capacity=8, new=2, rotary=8, causal=True)
+NORMED = Case(seqlen_q=2, lengths=(5, 3), capacity=8, new=2, norm="both", causal=True)
 LATENT = Case(seqlen_q=2, lengths=(5, 3), capacity=8, qv=True)
 MX = Case(lengths=(5, 3), dtype=E4M3, page_size=32, sfq="plain", sfk="plain", sfv="plain")
 RAGGED = Case(seqlen_q=(2, 3), lengths=(5, 3), capacity=8, new=(1, 3), causal=True)
@@ -99,6 +100,9 @@ CHANGES: dict[str, tuple[Case, Callable[[Inputs], Inputs]]] = {
     "attention_chunk": (PLAIN, value(attention_chunk=2)),
     "softcap": (PLAIN, value(softcap=0.1)),
     "rotary_interleaved": (ROTARY, value(rotary_interleaved=False)),
+    "q_norm_weight": (NORMED, plus_one("q_norm_weight")),
+    "k_norm_weight": (NORMED, plus_one("k_norm_weight")),
+    "norm_eps": (NORMED, value(norm_eps=0.5)),
     "sinks": (PLAIN, lambda i: {"sinks": torch.zeros(4, device=DEVICE)}),
     "s_aux": (PLAIN, lambda i: {"s_aux": torch.zeros(4, device=DEVICE)}),
     "learnable_sink": (PLAIN, lambda i: {"learnable_sink": torch.zeros(4, device=DEVICE)}),

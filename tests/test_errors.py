@@ -162,7 +162,7 @@ CODES = """
 170 CacheExpanded, 171 NotATensor, 172 AliasConflict, 173 CacheRank, 174 DenseBatch,
 175 SlotMapping, 176 SlotOutOfRange, 177 SeqUsed, 178 Dropout, 179 Flag, 180 UnknownBackend,
 181 BackendRefuses, 182 MergeStates, 183 RotaryArguments, 184 IntArgument, 185 ModResult,
-188 CommonPrefix, 189 CommonPrefixMemory
+188 CommonPrefix, 189 CommonPrefixMemory, 190 NormWeight, 191 NormEps, 192 NormWithoutHeads
 """
 
 

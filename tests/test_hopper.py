@@ -18,7 +18,6 @@ from torch import Tensor
 from kvattn.backends import hopper, reference
 from kvattn.plan import Plan
 from kvattn.request import Facts, Request
-from kvattn.rotary import rotate
 from kvattn.testing import Case, expect, make_inputs
 
 FRESH = ("kvattn.kernels.hopper", "kvattn.backends.hopper_launch")
@@ -32,17 +31,16 @@ def request(inputs: dict[str, Any]) -> Request:
     return Request.of(**inputs, return_lse=True, backend="hopper")
 
 
-def rotated(r: Request, q: Tensor) -> Tensor:
-    """The launch that rotates queries, which is plain Triton, in plain torch."""
+def ready(r: Request, q: Tensor) -> Tensor:
+    """The launch that normalises and rotates queries, which is plain Triton, in plain torch."""
     out = torch.zeros(q.shape, dtype=q.dtype)
-    flat, turned = q.reshape(-1, *q.shape[-2:]), out.view(-1, *q.shape[-2:])
-    assert r.rotary_cos is not None and r.rotary_sin is not None
     for b, span in enumerate(r.spans):
-        base = span.old if r.rotary_seqlens is None else int(r.rotary_seqlens[b])
-        rows = slice(span.q_start, span.q_start + span.q_len)
-        at = torch.full((span.q_len,), base) + torch.arange(span.q_len) * int(r.local)
-        at = at.clamp(0, r.rotary_cos.shape[0] - 1)
-        turned[rows] = rotate(flat[rows], r.rotary_cos, r.rotary_sin, at, r.rotary_interleaved)
+        rows = reference.ready_query(r, b, span)
+        assert rows is not None
+        if r.cu_seqlens_q is None:
+            out[b, : span.q_len] = rows
+        else:
+            out[span.q_start : span.q_start + span.q_len] = rows
     return out
 
 
@@ -55,7 +53,7 @@ def launch() -> Iterator[ModuleType | None]:
     with mocked(FRESH):
         from kvattn.backends import hopper_launch
 
-        hopper_launch.rotated = rotated
+        hopper_launch.ready = ready
         yield hopper_launch
 
 

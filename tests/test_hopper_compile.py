@@ -164,17 +164,21 @@ def exponentials_between_waits(loop: list[str]) -> int:
     return sum("MUFU.EX2" in line for line in loop[first:second])
 
 
-def test_rotation_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launch before the prefill kernel, where queries are rotated."""
+@pytest.mark.parametrize(("rotary", "norm"), [(64, None), (64, "both"), (0, "q")])
+def test_ready_queries_compile(
+    rotary: int, norm: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launch before the prefill kernel, where queries are normalised and rotated."""
     from kvattn.backends import hopper_launch
     from kvattn.kernels.hopper import rotate
 
-    case = Case(seqlen_q=128, lengths=128, new=128, dim=128, rotary=64, dtype=BF16, causal=True)
+    case = Case(seqlen_q=128, lengths=128, new=128, dim=128, rotary=rotary, dtype=BF16,
+                causal=True, norm=norm)  # fmt: skip
     r = Request.of(**make_inputs(case))
     compiler = Compiler(rotate.rotate)
     monkeypatch.setattr(rotate, "rotate", compiler)
     assert r.q is not None
-    assert hopper_launch.rotated(r, r.q).shape == r.q.shape
+    assert hopper_launch.ready(r, r.q).shape == r.q.shape
     kernel: Any = compiler.compiled
     assert "st.global" in kernel.asm["ptx"]
 

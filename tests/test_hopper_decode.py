@@ -51,6 +51,11 @@ CASES = [
     case("cache-rows", lengths=(100, 30), rows=4, batch_idx=(3, 1), **NEW),
     case("cast-new-tokens", lengths=(100, 30), new=1, new_dtype=F32, page_size=16),
     case("heads-first", lengths=(100, 30), page_size=16, layout="heads_first", **NEW),
+    case("norms", lengths=(130, 5), page_size=16, norm="both", norm_dtype=BF16, **NEW),
+    case("norms-without-rotary", lengths=(70, 0), dim=128, seqlen_q=4, new=4, norm="both"),
+    case("norm-of-q", lengths=(70, 3), seqlen_q=2, norm="q", page_size=16),
+    case("norm-of-k", lengths=(70, 3), norm="k", options={"norm_eps": 1.0}, page_size=16, **NEW),
+    case("norms-cast-new-tokens", lengths=(100, 30), new_dtype=F32, norm="both", **NEW),
     case("more-new-than-rows", lengths=(200, 62), new=4, page_size=16, causal=False),
 ]  # fmt: skip
 

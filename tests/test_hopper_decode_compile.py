@@ -88,6 +88,7 @@ def compiled(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple
 FEW: dict[str, Any] = {"heads": 8, "kv_heads": 2, "causal": True, "dim": 128, "dtype": BF16}
 CASES = [
     Case("page16-append", batch=8, lengths=900, page_size=16, new=1, rotary=128, **FEW),
+    Case("page16-norms", batch=8, lengths=900, page_size=16, new=1, rotary=128, norm="both", **FEW),
     Case("dense-fp16-one", **{**FEW, "batch": 1, "lengths": 5000, "dtype": F16}),
     Case("draft-16-rows", batch=8, lengths=900, page_size=64, seqlen_q=4, new=4, rotary=64, **FEW),
     Case("draft-32-rows", batch=8, lengths=900, page_size=64, seqlen_q=8, new=8, rotary=64, **FEW),

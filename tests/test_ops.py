@@ -111,6 +111,10 @@ def rotary() -> dict[str, Tensor]:
     return {"rotary_cos": cos, "rotary_sin": sin}
 
 
+def norms(*names: str) -> dict[str, Any]:
+    return {f"{name}_norm_weight": torch.rand(DIM) for name in names} | {"norm_eps": 1e-5}
+
+
 def ragged() -> dict[str, Any]:
     edges = ints(0, 1, 4)
     call = {"q": torch.randn(4, HEADS, DIM), "cu_seqlens_q": edges, "cu_seqlens_k_new": edges}
@@ -130,6 +134,7 @@ ATTEND: dict[str, Callable[[], dict[str, Any]]] = {
     "window, soft cap, sinks": lambda: (
         query(3) | paged() | {"window_size": (4, 1), "softcap": 5.0, "sinks": torch.zeros(HEADS)}
     ),
+    "norm": lambda: query() | dense() | norms("q"),
     "latent": lambda: query() | latent() | {"q": torch.randn(2, 1, HEADS, 24)},
     "packed": lambda: {
         "q": torch.randn(4, HEADS, DIM),
@@ -145,6 +150,7 @@ APPEND: dict[str, Callable[[], dict[str, Any]]] = {
     "paged": lambda: query(3) | paged() | tokens(3),
     "rotary": lambda: query() | paged() | tokens(1) | rotary(),
     "ragged": lambda: ragged() | paged() | rotary(),
+    "norms": lambda: query() | paged() | tokens(1) | rotary() | norms("q", "k"),
     "slots": lambda: query() | paged() | tokens(1) | {"slot_mapping": torch.tensor([30, 38])},
     "int8, a scale per token": lambda: query() | scaled_by_token() | tokens(1),
 }  # fmt: skip
@@ -173,7 +179,7 @@ def test_opcheck_append(example: str) -> None:
     opcheck(torch.ops.kvattn.append.default, ops._flat(call))
 
 
-ATTEND_ONLY = ("q", "causal", "cu_seqlens_q", "max_seqlen_q")
+ATTEND_ONLY = ("q", "causal", "cu_seqlens_q", "max_seqlen_q", "q_norm_weight")
 
 
 @pytest.mark.parametrize("example", [*ATTEND, *(f"append {name}" for name in APPEND)])

@@ -50,7 +50,8 @@ FLOORS = (
     {"plan"},
     {"request"},
     {"checks", "option_checks", "values"},
-    {"kernels", "metadata", "mods", "pages", "peers", "quant", "rotary", "storage", "tables"},
+    {"storage", "tables"},
+    {"kernels", "metadata", "mods", "norm", "pages", "peers", "quant", "rotary"},
     {"errors"},
 )
 

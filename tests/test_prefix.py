@@ -22,6 +22,8 @@ PLAIN = replace(STEP, new=None, rotary=0)
 ONE_ROW = replace(PLAIN, page_size=None, rows=2, batch_idx=(1, 1, 1), lengths=(300, 290, 0))
 SHARED = {
     "append and rotary": STEP,
+    "norms": replace(STEP, norm="both"),
+    "norm of q, no rotary": replace(PLAIN, norm="q"),
     "two heads, group 2": replace(STEP, kv_heads=2),
     "group 1": replace(STEP, kv_heads=4, heads=4),
     "group 16": replace(STEP, heads=16),

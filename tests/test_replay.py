@@ -75,6 +75,12 @@ def again(recorded: Prepared | None, r: Request, **changes: Tensor) -> Any:
     return recorded.run(*[changes.get(name, getattr(r, name)) for name in recorded.names])
 
 
+def test_a_tensor_under_two_names_is_not_recorded(kernel: Kernel) -> None:
+    """The next call of the form may have two tensors."""
+    both = torch.randn(2, 16, 2, 8)
+    assert replay.record(request(k_cache=both, v_cache=both), run(kernel)) is None
+
+
 def test_a_replay_launches_with_the_next_calls_addresses(kernel: Kernel) -> None:
     recorded = replay.record(request(), run(kernel))
     assert recorded is not None and kernel.launched == []

@@ -33,6 +33,7 @@ from kvattn.integrations.transformers import (  # noqa: E402
     attention,
     enable,
     fuse,
+    unfuse,
 )
 
 
@@ -43,6 +44,39 @@ def test_generate_gives_the_models_own_tokens(name: str, path: str) -> None:
     wanted = generate(model, batch)
     assert len(wanted[:, 12:].unique()) > 10, "the test needs varied tokens"
     assert torch.equal(through(model, path, batch), wanted)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_norms_of_heads_are_part_of_the_fused_call(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = build(name), prompts(*RAGGED)
+    wanted = generate(model, batch)
+    norm = model.model.layers[0].self_attn.q_norm
+    forward, ranks = type(norm).forward, set()
+
+    def noted(self: Any, x: Tensor) -> Any:
+        ranks.add(x.dim())
+        return forward(self, x)
+
+    monkeypatch.setattr(type(norm), "forward", noted)
+    assert torch.equal(through(model, "fused", batch), wanted)
+    assert ranks == {3}  # those between layers; heads would have a dimension more
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_fused_norms_are_those_of_the_model_at_any_time(name: str) -> None:
+    model, batch = build(name), prompts(*RAGGED)
+    first = through(model, "fused", batch)
+    norm = model.model.layers[0].self_attn.q_norm
+    norm.weight.mul_(-5.0)
+    second = through(model, "fused", batch)
+    unfuse(model)
+    assert torch.equal(second, generate(model, batch)) and not torch.equal(second, first)
+    shapes = []
+    norm.register_forward_hook(lambda module, args, out: shapes.append(out.shape))
+    assert torch.equal(through(model, "fused", batch), second)
+    assert shapes, "a norm that somebody watches is called"
 
 
 @pytest.mark.parametrize("path", ["paged", "fused"])

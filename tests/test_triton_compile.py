@@ -46,6 +46,7 @@ DENSE = replace(PREFILL, heads=16, kv_heads=16, page_size=None)
 TABLE = torch.zeros(16, 1200)
 MAIN = {
     "decode": STEP,
+    "decode, norms": replace(STEP, norm="both", norm_dtype=BF16),
     "decode, pages of 64": replace(STEP, page_size=64),
     "decode, D 64, window, sinks": replace(STEP, dim=64, rotary=64, window=(127, 0), sinks=BF16),
     "common prefix": replace(STEP, batch=32, common=4096),
@@ -62,6 +63,11 @@ OTHERS = {
     "decode, fp8": replace(STEP, cache_dtype=E4M3, descale="heads"),
     "decode, D 256": replace(STEP, dim=256, rotary=64),
     "latent": replace(STEP, heads=16, kv_heads=1, dim=64, dim_v=512, qv=True, rotary=0, new=None),
+    "append, norms": replace(STEP, norm="k", seqlen_q=(1,) * 8, new=(1,) * 8),
+    "latent, norms": replace(
+        STEP, heads=16, kv_heads=1, dim=80, dim_v=256, qv=True, norm="q", rotary=64
+    ),
+    "prefill, norms": replace(PREFILL, norm="q", norm_dtype=BF16),
     "prefill, D 256": replace(PREFILL, dim=256),
     "prefill, softcap": replace(PREFILL, softcap=30.0),
     "prefill, fp32": replace(PREFILL, dtype=F32, seqlen_q=64),

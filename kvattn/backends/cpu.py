@@ -26,6 +26,7 @@ _FEW_ROWS = 16  # up to here the rows of a group share one tile and keys come in
 _ROW_BLOCK = 128  # rows that share a mask, so that a window costs what it shows
 _fused = torch._scaled_dot_product_flash_attention_for_cpu  # cheaper to call than torch.ops.aten
 
+_NORMS = ("q_norm_weight", "k_norm_weight")
 _REFUSED = (
     ("qv", "torch's fused kernel has no second product of qv and v"),
     ("sfq", "MXFP8 scales are left to the reference"),
@@ -83,7 +84,7 @@ def run(r: Request, plan: Plan) -> tuple[Tensor, Tensor] | None:
     decoded = _decode(r) if r.attend else None
     if decoded is not None:
         return decoded
-    q = r.q if r.k is None else cpu_append.append(r)
+    q = cpu_append.ready_query(r) if r.k is None else cpu_append.append(r)
     if not r.attend:
         return None
     assert q is not None
@@ -110,14 +111,18 @@ def prepare(r: Request) -> Prepared | None:
     if step is None or r.out is not None or r.return_lse:
         return None
     by = cpu_append.rotary_factors(r) if step.rotates else None
-
-    def run(
-        q: Tensor, keys: Tensor, values: Tensor, k: Tensor | None = None, v: Tensor | None = None
-    ) -> tuple[Tensor, Tensor] | None:
-        return step(q, k, v, keys, values, by)
-
+    norms = tuple(name for name in _NORMS if getattr(r, name) is not None)
     new = () if r.k is None else ("k", "v")
-    return Prepared(("q", "k_cache", "v_cache", *new), run)
+
+    def run(q: Tensor, keys: Tensor, values: Tensor, *more: Tensor) -> tuple[Tensor, Tensor] | None:
+        k, v = (more[0], more[1]) if new else (None, None)
+        if not norms:
+            return step(q, k, v, keys, values, by)
+        given = dict(zip(norms, more[len(new) :], strict=True))
+        weights = given.get("q_norm_weight"), given.get("k_norm_weight")
+        return step(q, k, v, keys, values, by, weights)
+
+    return Prepared(("q", "k_cache", "v_cache", *new, *norms), run)
 
 
 def _decode_step(r: Request) -> Decode | None:
@@ -134,7 +139,8 @@ def _decode(r: Request) -> tuple[Tensor, Tensor] | None:
         return None
     assert r.q is not None and r.k_cache is not None and r.v_cache is not None
     by = cpu_append.rotary_factors(r) if step.rotates else None
-    result = step(r.q, r.k, r.v, r.k_cache, r.v_cache, by)
+    weights = r.q_norm_weight, r.k_norm_weight
+    result = step(r.q, r.k, r.v, r.k_cache, r.v_cache, by, weights)
     if result is None:
         return None
     out, lse = result
@@ -151,7 +157,7 @@ class Part(NamedTuple):
 
 
 class _Work:
-    """One attention call: the request, its rotated query, and what its sequences share."""
+    """One attention call: the request, its query made ready, and what its sequences share."""
 
     def __init__(self, r: Request, q: Tensor) -> None:
         assert r.k_cache is not None

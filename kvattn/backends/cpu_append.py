@@ -1,4 +1,4 @@
-"""Appending on the CPU: rotate new tokens and store them, a whole batch at a time."""
+"""Appending on the CPU: normalise, rotate and store new tokens, a whole batch at a time."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from torch import Tensor
 
 from kvattn import quant
 from kvattn.backends import reference
+from kvattn.norm import rms_norm
 from kvattn.request import Request
 from kvattn.rotary import Factors, factors, turn_by
 
+Weights = tuple[Tensor | None, Tensor | None]  # of the norms of q and k
+
 
 def append(r: Request) -> Tensor | None:
-    """Stores the new tokens in place; returns the query, rotated if the call says so."""
+    """Stores the new tokens in place; returns the query, ready to be multiplied."""
     if plain(r):
         return _padded(r)
     reference.append(r)
-    return _rotated_query(r)
+    return ready_query(r)
 
 
 def plain(r: Request) -> bool:
@@ -35,9 +38,9 @@ def _padded(r: Request) -> Tensor | None:
     assert r.k is not None and r.v is not None and r.k_cache is not None and r.v_cache is not None
     k, q = r.k, r.q
     if k.shape[0] == 0 or k.shape[1] == 0:
-        return _rotated_query(r)
-    if r.rotary_cos is not None:
-        q, k = _rotate_both(r, k)
+        return ready_query(r)
+    if r.rotary_cos is not None or r.q_norm_weight is not None or r.k_norm_weight is not None:
+        q, k = _ready_both(r, k)
     index = r.shared.get("slots")
     if index is None:
         index = r.shared["slots"] = torch.tensor(slots(r, k.shape[1]))
@@ -70,11 +73,10 @@ def slots(r: Request, count: int) -> list[int]:
     return found
 
 
-def _rotate_both(r: Request, k: Tensor) -> tuple[Tensor | None, Tensor]:
-    """q and k rotated; in one pass where every query stands at the place of its key."""
-    assert r.rotary_cos is not None and r.rotary_sin is not None
-    by = rotary_factors(r)
-    q, pairing = r.q, r.rotary_interleaved
+def _ready_both(r: Request, k: Tensor) -> tuple[Tensor | None, Tensor]:
+    """q and k as they are multiplied; in one pass where every query stands at its key's place."""
+    by = None if r.rotary_cos is None else rotary_factors(r)
+    q, pairing, eps = r.q, r.rotary_interleaved, r.norm_eps
     together = (
         q is not None
         and r.cu_seqlens_q is None
@@ -83,10 +85,36 @@ def _rotate_both(r: Request, k: Tensor) -> tuple[Tensor | None, Tensor]:
         and (r.local or k.shape[1] == 1)
     )
     if not together or q is None:
-        return _rotated_query(r), turn_by(k, by, pairing)
-    both = turn_by(torch.cat((q, k), 2), by, pairing)
-    heads = q.shape[2]
-    return both.narrow(2, 0, heads), both.narrow(2, heads, k.shape[2])
+        return ready_query(r), ready(k, r.k_norm_weight, by, pairing, eps)
+    return ready_pair(q, k, (r.q_norm_weight, r.k_norm_weight), by, pairing, eps)
+
+
+def ready_pair(
+    q: Tensor, k: Tensor, weights: Weights, by: Factors | None, pairing: bool, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Heads of q and k of one dtype, every query at the place of its key: see `ready`."""
+    dtype, heads, kv_heads = q.dtype, q.shape[2], k.shape[2]
+    q_weight, k_weight = weights
+    if (q_weight is None) != (k_weight is None):
+        return ready(q, q_weight, by, pairing, eps), ready(k, k_weight, by, pairing, eps)
+    both = torch.cat((q, k), 2)
+    if q_weight is not None and k_weight is not None:
+        each = q_weight.expand(heads, -1), k_weight.expand(kv_heads, -1)
+        both = rms_norm(both, torch.cat(each), eps)
+    if by is not None:
+        both = turn_by(both, by, pairing)
+    both = both if both.dtype == dtype else quant.cast(both, dtype)
+    return both.narrow(2, 0, heads), both.narrow(2, heads, kv_heads)
+
+
+def ready(
+    x: Tensor, weight: Tensor | None, by: Factors | None, pairing: bool, eps: float
+) -> Tensor:
+    """Heads as they are multiplied or stored: normalised, rotated, rounded to their dtype once."""
+    wide = x if weight is None else rms_norm(x, weight, eps)
+    if by is not None:
+        wide = turn_by(wide, by, pairing)
+    return wide if wide.dtype == x.dtype else quant.cast(wide, x.dtype)
 
 
 def rotary_factors(r: Request) -> Factors:
@@ -125,16 +153,16 @@ def _positions(r: Request, steps: int) -> int | Tensor:
     return torch.tensor([base + t for base in bases for t in range(steps)])
 
 
-def _rotated_query(r: Request) -> Tensor | None:
-    """The whole query at its positions, in the caller's layout."""
-    if r.rotary_cos is None or r.rotary_sin is None or r.q is None:
+def ready_query(r: Request) -> Tensor | None:
+    """The whole query as it is multiplied, in the caller's layout."""
+    if r.q is None or (r.rotary_cos is None and r.q_norm_weight is None):
         return r.q
     out = r.q.clone(memory_format=torch.contiguous_format)
     for b, span in enumerate(r.spans):
-        turned = reference.rotated_query(r, b, span)
-        assert turned is not None
+        rows = reference.ready_query(r, b, span)
+        assert rows is not None
         if r.cu_seqlens_q is None:
-            out[b, : span.q_len] = turned
+            out[b, : span.q_len] = rows
         else:
-            out[span.q_start : span.q_start + span.q_len] = turned
+            out[span.q_start : span.q_start + span.q_len] = rows
     return out

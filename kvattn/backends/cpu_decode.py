@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from kvattn.backends import cpu_append
+from kvattn.backends.cpu_append import Weights, ready, ready_pair
 from kvattn.backends.cpu_keys import flat, reach
 from kvattn.request import Request
-from kvattn.rotary import Factors, turn_by
+from kvattn.rotary import Factors
 
 _fused = torch._scaled_dot_product_flash_attention_for_cpu  # cheaper to call than torch.ops.aten
 _FIRST_ROW = range(1)
@@ -46,7 +47,7 @@ class Piece(NamedTuple):
 
 
 class Decode:
-    """A batch of single tokens: rotate, write, attend.
+    """A batch of single tokens: normalise, rotate, write, attend.
 
     Called with the tensors of any call of the form that it was made for; q (B, 1, H, D).
     """
@@ -54,7 +55,7 @@ class Decode:
     def __init__(self, r: Request, pieces: list[Piece]) -> None:
         count, _, heads, dim = r.lead.shape
         self.pieces, self.scale, self.interleaved = pieces, r.softmax_scale, r.rotary_interleaved
-        self.heads, self.kv_heads = heads, r.kv_heads
+        self.eps = r.norm_eps
         self.tiles = count, r.kv_heads, heads // r.kv_heads, dim
         self.rows = count, 1, heads, dim
         self.rotates = r.k is not None and r.rotary_cos is not None
@@ -79,15 +80,17 @@ class Decode:
         k_cache: Tensor,
         v_cache: Tensor,
         by: Factors | None,
+        weights: Weights = (None, None),
     ) -> tuple[Tensor, Tensor] | None:
         """out [B, 1, H, D] and lse [B, Hk, g]; None where the kernel's result is not honest.
 
         Such a call can then be made the long way: to append twice is to write the same again.
         """
-        if k is not None and v is not None:
-            if by is not None:
-                both = turn_by(torch.cat((q, k), 2), by, self.interleaved)
-                q, k = both.narrow(2, 0, self.heads), both.narrow(2, self.heads, self.kv_heads)
+        if k is None or v is None:
+            q = ready(q, weights[0], None, self.interleaved, self.eps)
+        else:
+            if by is not None or weights != (None, None):
+                q, k = ready_pair(q, k, weights, by, self.interleaved, self.eps)
             self._store(k, k_cache, 0)
             self._store(v, v_cache, 1)
         tiles = q.reshape(self.tiles)

@@ -144,12 +144,12 @@ def kernel(facts: Facts) -> str:
         return few.kernel(facts)
     layout = "paged" if facts.has("page_table") else "dense"
     before = "append kernel, then " if facts.has("k") else ""
-    before += "rotated queries, then " if facts.has("rotary_cos") else ""
+    before += "queries made ready, then " if facts.has("rotary_cos", "q_norm_weight") else ""
     return f"{before}warp-specialised prefill kernel over {layout} keys{prefix.kernel(facts)}"
 
 
 def run(r: Request, plan: Plan | None = None) -> tuple[Tensor, Tensor]:
-    """Appends the new tokens, rotates the query, attends: in one launch if rows are few."""
+    """Appends the new tokens, makes the query ready, attends: in one launch if rows are few."""
     from kvattn.backends import hopper_decode_launch as decode
     from kvattn.backends import hopper_launch, triton_launch
     from kvattn.backends.triton_replay import target
@@ -164,7 +164,7 @@ def run(r: Request, plan: Plan | None = None) -> tuple[Tensor, Tensor]:
 
 
 def prepare(r: Request) -> Prepared | None:
-    """The launches of a call, recorded; rotated queries are made anew in every call."""
+    """The launches of a call, recorded; ready queries are made anew in every call."""
     from kvattn.backends import triton_replay
 
     return triton_replay.record(r, run)

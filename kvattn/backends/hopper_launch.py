@@ -209,7 +209,7 @@ def _prepared(r: Request, q: Tensor, out: Tensor) -> Prefill:
 
 
 def attend(r: Request, out: Tensor, lse: Tensor, tiles: Tiling | None = None) -> None:
-    """One launch over all heads and row tiles, and one before it if queries are rotated."""
+    """One launch over all heads and row tiles, and one before it to make queries ready."""
     q, k_cache = r.q, r.k_cache
     assert q is not None and k_cache is not None
     if r.batch == 0 or q.numel() == 0:
@@ -217,8 +217,8 @@ def attend(r: Request, out: Tensor, lse: Tensor, tiles: Tiling | None = None) ->
     if not _aligned(k_cache, r.pool):  # facts do not show addresses
         triton_launch.attend(r, out, lse)
         return
-    if r.rotary_cos is not None:
-        q = rotated(r, q)
+    if r.rotary_cos is not None or r.q_norm_weight is not None:
+        q = ready(r, q)
     elif not _aligned(q):
         q = q.clone(memory_format=torch.contiguous_format)
     launch = _prepared(r, q, out) if tiles is None else Prefill(r, q, tiles)
@@ -226,9 +226,9 @@ def attend(r: Request, out: Tensor, lse: Tensor, tiles: Tiling | None = None) ->
         launch(r, q, out, lse)
 
 
-def rotated(r: Request, q: Tensor) -> Tensor:
-    """The query at its positions, packed; one launch."""
-    assert r.rotary_cos is not None and r.rotary_sin is not None
+def ready(r: Request, q: Tensor) -> Tensor:
+    """The query as it is multiplied, normalised and at its positions, packed; one launch."""
+    cos = r.rotary_cos
     ragged = r.cu_seqlens_q is not None
     tokens = q.shape[0] if ragged else q.shape[0] * q.shape[1]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -236,16 +236,18 @@ def rotated(r: Request, q: Tensor) -> Tensor:
     arguments = (
         q, out, r.cache_seqlens, r.cu_seqlens_q, r.cu_seqlens_k, r.cu_seqlens_k_new,
         r.cache_leftpad, r.cache_batch_idx,
-        triton_launch.rotary(r.rotary_cos), triton_launch.rotary(r.rotary_sin), r.rotary_seqlens,
+        triton_launch.rotary(cos), triton_launch.rotary(r.rotary_sin), r.rotary_seqlens,
+        triton_launch.unit(r.q_norm_weight),
         (0, *q.stride()[:2]) if ragged else q.stride()[:3],
-        triton_launch.fresh(r), r.capacity, triton_launch.table(r)[1], r.rotary_cos.shape[0],
+        triton_launch.fresh(r), r.capacity, triton_launch.table(r)[1],
+        0 if cos is None else cos.shape[0],
         r.batch, q.shape[-3],
     )  # fmt: skip
     constants = {
         "HEADS": heads, "H": triton.next_power_of_2(heads), "D": dim,
-        "DP": triton.next_power_of_2(dim), "HALF": r.rotary_cos.shape[1],
+        "DP": triton.next_power_of_2(dim), "HALF": 0 if cos is None else cos.shape[1],
         "INTERLEAVED": r.rotary_interleaved, "ADVANCE": int(r.local),
-        "INCLUDED": r.slot_mapping is not None,
+        "INCLUDED": r.slot_mapping is not None, "EPS": triton_launch.eps(r),
     }  # fmt: skip
     target().launch(rotation.rotate, (tokens,), arguments, constants, num_warps=4)
     return out

@@ -16,6 +16,7 @@ from torch import Tensor
 from kvattn import errors as E
 from kvattn import quant
 from kvattn.backends import prefix
+from kvattn.norm import rms_norm
 from kvattn.option_checks import mod_arity
 from kvattn.plan import Plan
 from kvattn.request import Facts, Request, Span
@@ -65,7 +66,7 @@ def prepare(r: Request) -> None:
 class NewTokens(NamedTuple):
     """New keys and values of the whole batch, flat, each with the slot it goes to."""
 
-    k: Tensor  # [n, Hk, D], rotated
+    k: Tensor  # [n, Hk, D], normalised and rotated
     v: Tensor  # [n, Hk, Dv]
     sequence: Tensor  # [n]
     block: Tensor  # [n] page or cache row
@@ -73,7 +74,7 @@ class NewTokens(NamedTuple):
 
 
 def append(r: Request) -> None:
-    """Rotates, quantises and stores the new tokens in place."""
+    """Normalises, rotates, quantises and stores the new tokens in place."""
     assert r.k_cache is not None and r.v_cache is not None
     new = new_tokens(r)
     if new.block.numel() == 0:
@@ -106,7 +107,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def new_tokens(r: Request) -> NewTokens:
-    """Rotates new keys and finds the slot of every new token that is to be stored."""
+    """Makes new keys ready, and finds the slot of every new token that is to be stored."""
     assert r.k is not None and r.v is not None
     device = r.k.device
     source, sequence, row, position = [], [], [], []
@@ -122,9 +123,8 @@ def new_tokens(r: Request) -> NewTokens:
     owner = torch.tensor(sequence, dtype=torch.long, device=device)
     k = r.k.reshape(-1, *r.k.shape[-2:])[index]
     v = r.v.reshape(-1, *r.v.shape[-2:])[index]
-    if r.rotary_cos is not None and r.rotary_sin is not None:
-        at = torch.tensor(position, dtype=torch.long, device=device)
-        k = rotate(k, r.rotary_cos, r.rotary_sin, at, r.rotary_interleaved)
+    at = torch.tensor(position, dtype=torch.long, device=device)
+    k = _ready(r, k, r.k_norm_weight, at)
     if r.slot_mapping is not None:
         slots = r.slot_mapping[index]
         keep = slots >= 0
@@ -178,15 +178,23 @@ def _query(r: Request, b: int, span: Span, tensor: Tensor | None) -> Tensor | No
     return tensor[span.q_start : span.q_start + span.q_len]
 
 
-def rotated_query(r: Request, b: int, span: Span) -> Tensor | None:
-    """q of one sequence, dequantised if MXFP8, rotated to its positions if rotary is on."""
+def _ready(r: Request, x: Tensor, weight: Tensor | None, positions: Tensor) -> Tensor:
+    """Heads as they are multiplied or stored: normalised, rotated, rounded to their dtype once."""
+    wide = x if weight is None else rms_norm(x, weight, r.norm_eps)
+    if r.rotary_cos is not None and r.rotary_sin is not None:
+        wide = rotate(wide, r.rotary_cos, r.rotary_sin, positions, r.rotary_interleaved)
+    return wide if weight is None else quant.cast(wide, x.dtype)
+
+
+def ready_query(r: Request, b: int, span: Span) -> Tensor | None:
+    """q of one sequence, normalised and rotated to its positions where the call says so."""
     q = _query(r, b, span, r.q)
-    if q is None or r.rotary_cos is None or r.rotary_sin is None or not span.active:
+    if q is None or not span.active:
         return q
     base = int(r.rotary_seqlens[b]) if r.rotary_seqlens is not None else span.old
     steps = torch.arange(span.q_len, device=q.device)
     positions = base + (steps if r.local else torch.zeros_like(steps))
-    return rotate(q, r.rotary_cos, r.rotary_sin, positions, r.rotary_interleaved)
+    return _ready(r, q, r.q_norm_weight, positions)
 
 
 def attend_sequence(r: Request, b: int, span: Span, accum: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -197,7 +205,7 @@ def attend_sequence(r: Request, b: int, span: Span, accum: torch.dtype) -> tuple
         return torch.zeros(span.q_len, heads, dim, dtype=accum, device=device), empty
     k, v = keys_and_values(r, b, span, accum)
     assert v is not None
-    q = rotated_query(r, b, span)
+    q = ready_query(r, b, span)
     if q is not None and r.sfq is not None and r.q is not None:
         scales = _query(r, b, span, quant.mx_plain(r.sfq, r.q))
         assert scales is not None

@@ -262,12 +262,14 @@ def _tensors(
     common: Common,
 ) -> tuple[Tensor | None, ...]:
     k, v = _new(r)
+    norm = launch.unit(r.k_norm_weight)
     return (
         launch.raw(launch.unit(r.q)), launch.raw(r.k_cache), launch.raw(r.v_cache), out,
         lse if r.return_lse else None, part, stats, count, launch.raw(k), launch.raw(v),
         r.cache_seqlens, r.cu_seqlens_q, r.cu_seqlens_k_new, r.seqused_q, r.cache_leftpad,
         r.cache_batch_idx, r.page_table, launch.rotary(r.rotary_cos), launch.rotary(r.rotary_sin),
-        r.rotary_seqlens, r.q_descale, r.k_descale, r.v_descale, r.sinks, common.part,
+        r.rotary_seqlens, launch.unit(r.q_norm_weight), None if k is None else norm,
+        r.q_descale, r.k_descale, r.v_descale, r.sinks, common.part,
         common.stats, r.alibi_slopes, r.rel_bias,
     )  # fmt: skip
 
@@ -328,6 +330,7 @@ def _constants(r: Request, s: Shape, t: Tiles, mods: launch.Mods, common: Common
         "R": t.r, "TILES": t.tiles, "W": t.warps, "NK": t.keys, "BATCH": t.flat,
         "LEAF": _LEAF if s.invariant else 0, "SPREAD": t.spread, "MR": mr, "SPAN": span,
         "NATIVE": launch.native_fp8(r.lead.device), "PDL": _early(s, t, r.lead.device, common),
+        "EPS": launch.eps(r),
     }  # fmt: skip
 
 

@@ -85,6 +85,11 @@ def rotary(x: Tensor | None) -> Tensor | None:
     return (x.float() if x.dtype in quant.FP8 else x).contiguous()
 
 
+def eps(r: Request) -> float:
+    """The epsilon of the norms; one number where there are none, so that kernels are the same."""
+    return 0.0 if r.q_norm_weight is None and r.k_norm_weight is None else r.norm_eps
+
+
 def append(r: Request) -> None:
     """One launch that stores all new tokens."""
     assert r.k is not None and r.v is not None and r.k_cache is not None
@@ -109,7 +114,7 @@ def append(r: Request) -> None:
         raw(k), raw(v), raw(k_cache), raw(v_cache),
         r.cache_seqlens, r.cu_seqlens_k_new, r.cache_batch_idx,
         None if r.slot_mapping is not None else r.page_table, r.slot_mapping, r.rotary_seqlens,
-        rotary(r.rotary_cos), rotary(r.rotary_sin),
+        rotary(r.rotary_cos), rotary(r.rotary_sin), unit(r.k_norm_weight),
         r.k_descale, r.v_descale, raw(r.sfk), raw(r.sfv),
         *new_strides, strides(k_cache), strides(v_cache),
         scale_strides(r.k_descale), scale_strides(r.v_descale),
@@ -121,7 +126,7 @@ def append(r: Request) -> None:
         "HEADS": heads, "D": d, "DV": dv, "DP": max(32, pow2(d)), "DVP": max(32, pow2(dv)),
         "HALF": half, "INTERLEAVED": r.rotary_interleaved,
         "KIND": kind(k_cache), "V_KIND": kind(v_cache), "CAST": casts[0], "V_CAST": casts[1],
-        "SCALING": scalings[0], "V_SCALING": scalings[1],
+        "SCALING": scalings[0], "V_SCALING": scalings[1], "EPS": eps(r),
     }  # fmt: skip
     # without fused multiplications, for the same roundings as plain torch
     options = {"num_warps": 1, "enable_fp_fusion": False}
@@ -314,7 +319,7 @@ def attend(r: Request, out: Tensor, lse: Tensor) -> None:
         lse if r.return_lse else None, part, stats, count,
         r.cache_seqlens, r.cu_seqlens_q, r.cu_seqlens_k, r.cu_seqlens_k_new, r.seqused_q,
         r.cache_leftpad, r.cache_batch_idx, r.page_table,
-        rotary(r.rotary_cos), rotary(r.rotary_sin), r.rotary_seqlens,
+        rotary(r.rotary_cos), rotary(r.rotary_sin), r.rotary_seqlens, unit(r.q_norm_weight),
         r.q_descale, r.k_descale, r.v_descale, raw(r.sfq), raw(r.sfk), raw(r.sfv),
         r.alibi_slopes, r.sinks, bias, block_map,
         *mods.captured,
@@ -343,7 +348,7 @@ def attend(r: Request, out: Tensor, lse: Tensor) -> None:
         "MAP_M": map_m, "MAP_N": map_n, "MAP_FLAT": r.gather_kv_indices is not None,
         **mods.functions, "EDITED": edited,
         "BM": bm, "BN": bn, "SPLIT": split, "LEAF": leaf, "REVERSED": right is not None,
-        "MR": mr, "SPAN": span,
+        "MR": mr, "SPAN": span, "EPS": eps(r),
         "PLAIN": plain, "RAW": unscaled, "ALIGNED": size % bn == 0 and r.cache_leftpad is None,
     }  # fmt: skip
     grid = (all_tiles * heads * splits,)

@@ -140,7 +140,8 @@ def attend(r: Request, out: Tensor, lse: Tensor, tiles: Tiles | None = None) -> 
         q, k_cache, r.pool, *boxes, out, lse if r.return_lse else None,
         r.cache_seqlens, r.cu_seqlens_q, r.cu_seqlens_k, r.cu_seqlens_k_new, r.seqused_q,
         r.cache_leftpad, r.cache_batch_idx, r.page_table,
-        launch.rotary(r.rotary_cos), launch.rotary(r.rotary_sin), r.rotary_seqlens, r.sinks,
+        launch.rotary(r.rotary_cos), launch.rotary(r.rotary_sin), r.rotary_seqlens,
+        launch.unit(r.q_norm_weight), r.sinks,
         () if score is None else score.aux,
         (*lead, *q.stride()[:-1]), launch.strides(k_cache), launch.strides(r.pool),
         (*lead, *out.stride()[:-1]), (*lead, *lse.stride()),
@@ -158,6 +159,7 @@ def attend(r: Request, out: Tensor, lse: Tensor, tiles: Tiles | None = None) -> 
         "SCORE_MOD": None if score is None else score.function,
         "BM": tiles.rows, "BN": tiles.keys, "NARROW": _reach(r) <= 8 * tiles.keys,
         "WIDE": max(checks.extent(k_cache), checks.extent(r.pool)) >= _WIDE,
+        "EPS": launch.eps(r),
     }  # fmt: skip
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     target().launch(_prefill, (count * heads,), arguments, constants, **options)

@@ -64,7 +64,8 @@ def attend(r: Request, t: Tiles | None = None) -> Common:
     arguments = (
         launch.raw(q), launch.raw(k_cache), launch.raw(pool), part, stats,
         r.cache_seqlens, r.cache_batch_idx, r.page_table, launch.rotary(r.rotary_cos),
-        launch.rotary(r.rotary_sin), r.rotary_seqlens, r.q_descale, r.k_descale,
+        launch.rotary(r.rotary_sin), r.rotary_seqlens, launch.unit(r.q_norm_weight),
+        r.q_descale, r.k_descale,
         q.stride()[:3], launch.strides(k_cache), launch.strides(pool),
         launch.scale_strides(r.q_descale), launch.scale_strides(r.k_descale),
         table_stride, r.batch, q.shape[1], launch.fresh(r), r.capacity, lines, blocks,
@@ -81,6 +82,7 @@ def attend(r: Request, t: Tiles | None = None) -> Common:
         "INCLUDED": r.slot_mapping is not None, "HAS_RIGHT": right is not None,
         "CAPPED": r.softcap > 0, "RAW": not (scaled or r.softcap > 0) and r.softmax_scale > 0,
         "BM": t.rows, "BN": t.keys, "PDL": triton_decode.launches_early(device),
+        "EPS": launch.eps(r),
     }  # fmt: skip
     options: dict[str, Any] = {"num_warps": t.warps, "num_stages": t.stages}
     if constants["PDL"]:

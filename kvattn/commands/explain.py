@@ -109,6 +109,9 @@ def explain(
     rotary: Annotated[
         bool, typer.Option("--rotary", rich_help_panel=_EXTRAS, help="Rotate; needs --append.")
     ] = False,
+    norm: Annotated[
+        bool, typer.Option("--norm", rich_help_panel=_EXTRAS, help="RMS norm of q and new k.")
+    ] = False,
     leftpad: Annotated[
         bool, typer.Option("--leftpad", rich_help_panel=_EXTRAS, help="cache_leftpad.")
     ] = False,
@@ -153,6 +156,8 @@ def explain(
         call |= shapes.new(append)
     if rotary:
         call |= shapes.rotary(seqlen_k + append)
+    if norm:
+        call |= shapes.norms(appending=append > 0)
     given = {"leftpad": leftpad, "sinks": sinks, "alibi": alibi, "qv": qv, "descale": descale}
     for name, wanted in given.items():
         if wanted:
@@ -210,6 +215,10 @@ class _Shapes:
     def rotary(self, positions: int) -> dict[str, Any]:
         table = _meta(positions, self.dim // 2, dtype=torch.float32)
         return {"rotary_cos": table, "rotary_sin": table}
+
+    def norms(self, appending: bool) -> dict[str, Any]:
+        weight = _meta(self.dim, dtype=torch.float32)
+        return dict.fromkeys(("q_norm_weight", "k_norm_weight")[: 1 + appending], weight)
 
     def extra(self, name: str, q: Tensor) -> dict[str, Any]:
         if name == "leftpad":

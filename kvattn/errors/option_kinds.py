@@ -58,6 +58,33 @@ class RotarySeqlensError(ArgumentValueError):
     fix = "pass one base position per sequence"
 
 
+class NormWeightError(ArgumentValueError):
+    """q_norm_weight or k_norm_weight has the wrong shape or dtype."""
+
+    code = "KV190"
+    problem = "a norm weight must be one float per channel of a head"
+    fix = (
+        "pass a float32, bfloat16 or float16 tensor of shape (head_dim,); for a norm over all "
+        "heads together normalise before the call"
+    )
+
+
+class NormEpsError(ArgumentValueError):
+    """norm_eps is not a positive number."""
+
+    code = "KV191"
+    problem = "norm_eps must be a positive number that float32 can hold"
+    fix = "pass the model's own epsilon, most often 1e-6"
+
+
+class NormWithoutHeadsError(ArgumentValueError):
+    """A norm weight was given without the tensor that it would normalise."""
+
+    code = "KV192"
+    problem = "a norm weight needs the heads that it normalises"
+    fix = "leave k_norm_weight out where no k is appended, and q_norm_weight out with only_qv"
+
+
 class DescaleError(ArgumentValueError):
     """q_descale, k_descale or v_descale has the wrong dtype or shape."""
 

@@ -104,8 +104,9 @@ class KvattnLayer(CacheLayerMixin):
                 index[name] = options.pop(name)
         layer = {"q": query, "k": key, "v": value, "k_cache": k_cache, "v_cache": v_cache}
         layer |= descales
-        if "sinks" in options:
-            layer["sinks"] = options.pop("sinks")
+        for name in ("sinks", "q_norm_weight", "k_norm_weight"):
+            if name in options:
+                layer[name] = options.pop(name)
         return step.calls.attend(index, layer, options)
 
     def _join(self, key: Tensor, value: Tensor, columns: Tensor | None) -> Step:

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from kvattn.errors.transformers_kinds import UnsupportedModelError
 from kvattn.integrations._transformers_cache import KvattnCache
 from kvattn.integrations._transformers_versions import cache_of
 
+_SUM = "_kvattn_sum"  # on a norm: the state of its weight, and the sum made of it
 _BEFORE = "_kvattn_before_fuse"  # on a fused model: its attn_implementation before that
 
 Projection = Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -38,12 +40,6 @@ def _separate(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def _normed(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Three projections; queries and keys are normalised by head."""
-    q, k, v = _separate(layer, hidden)
-    return layer.q_norm(q), layer.k_norm(k), v
-
-
 def _joint(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """One projection for queries, keys and values."""
     heads, kv_heads = layer.config.num_attention_heads, layer.num_key_value_heads
@@ -58,7 +54,8 @@ class Family:
 
     Attributes:
         attention: name of the attention class.
-        project: projections, and norms if any.
+        project: projections.
+        norm: what the weights of its norms of q and k are added to; None if it has none.
         window: where the sliding window is written: "layer", "config" or nowhere.
         softcap: attribute of the layer that holds it.
         sinks: attribute of the layer that holds them.
@@ -67,6 +64,7 @@ class Family:
 
     attention: str
     project: Projection = _separate
+    norm: float | None = None
     window: str | None = None
     softcap: str | None = None
     sinks: str | None = None
@@ -78,10 +76,10 @@ FAMILIES = {
     "mistral": Family("MistralAttention", window="config"),
     "mixtral": Family("MixtralAttention", window="config"),
     "qwen2": Family("Qwen2Attention", window="layer"),
-    "qwen3": Family("Qwen3Attention", _normed, window="layer"),
+    "qwen3": Family("Qwen3Attention", norm=0.0, window="layer"),
     "gemma": Family("GemmaAttention"),
     "gemma2": Family("Gemma2Attention", window="layer", softcap="attn_logit_softcapping"),
-    "gemma3_text": Family("Gemma3Attention", _normed, window="layer"),
+    "gemma3_text": Family("Gemma3Attention", norm=1.0, window="layer"),
     "phi3": Family("Phi3Attention", _joint, window="config"),
     "gpt_oss": Family("GptOssAttention", window="layer", sinks="sinks", half_tables=True),
 }
@@ -128,6 +126,35 @@ def remove(model: Any) -> str | None:
     return before
 
 
+def _norms(q_norm: Any, k_norm: Any, base: float) -> dict[str, Any] | None:
+    """The call's arguments for two norms; None where they are not the model's own any more."""
+    found = []
+    for norm in (q_norm, k_norm):
+        own = type(norm).__module__.startswith("transformers.models.")
+        if not own or norm._forward_hooks or norm._forward_pre_hooks:
+            return None
+        found.append((_weight(norm, base), getattr(norm, "variance_epsilon", None) or norm.eps))
+    (q_weight, q_eps), (k_weight, k_eps) = found
+    if q_eps != k_eps:
+        return None
+    return {"q_norm_weight": q_weight, "k_norm_weight": k_weight, "norm_eps": q_eps}
+
+
+def _weight(norm: Any, base: float) -> Tensor:
+    """What a norm multiplies by; a sum is kept until the weight is another one."""
+    weight: Tensor = norm._parameters["weight"]
+    if base == 0.0:
+        return weight
+    if torch.compiler.is_compiling():
+        return weight.float() + base
+    state = weight.data_ptr(), weight.device, 0 if weight.is_inference() else weight._version
+    known = norm.__dict__.get(_SUM)
+    if known is None or known[0] != state:
+        known = norm.__dict__[_SUM] = state, weight.float() + base
+    total: Tensor = known[1]
+    return total
+
+
 def _options(layer: Any, family: Family) -> dict[str, Any]:
     """The attention call's arguments that stay the same for a layer."""
     options: dict[str, Any] = {"softmax_scale": layer.scaling}
@@ -157,6 +184,12 @@ def _forward(
             layer, hidden_states, position_embeddings, attention_mask, **kwargs
         )
     q, k, v = family.project(layer, hidden_states)
+    if family.norm is not None:
+        norms = _norms(layer.q_norm, layer.k_norm, family.norm)
+        if norms is None:
+            q, k = layer.q_norm(q), layer.k_norm(k)
+        else:
+            options = {**options, **norms}
     if family.sinks:
         options = {**options, "sinks": getattr(layer, family.sinks)}
     cos, sin = position_embeddings

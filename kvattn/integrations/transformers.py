@@ -53,9 +53,9 @@ def enable(model: Any = None) -> None:
 def fuse(model: Any) -> None:
     """Lets each attention layer do its projections and then one kvattn call.
 
-    Rotary embedding and append happen inside that call, over the pages of a `KvattnCache`. Calls
-    with another cache, or in training mode, take the layers' own way. Also enables "kvattn".
-    Fusing twice changes nothing.
+    Norms of queries and keys, rotary embedding and append happen inside that call, over the pages
+    of a `KvattnCache`. Calls with another cache, or in training mode, take the layers' own way.
+    Also enables "kvattn". Fusing twice changes nothing.
 
     Known: Llama, Mistral, Mixtral, Qwen2, Qwen3, Gemma, Gemma-2, Gemma-3 (text), Phi-3, gpt-oss,
     and models of other names that use their architecture, such as SmolLM2.

@@ -1,4 +1,4 @@
-"""Appending: one launch that rotates, quantises and stores new keys and values.
+"""Appending: one launch that normalises, rotates, quantises and stores new keys and values.
 
 One program a token and kv head; it finds its slot on the device, and an index that points outside
 the cache is predicated off.
@@ -17,7 +17,7 @@ from kvattn.kernels import tile
 @triton.jit
 def append(
     K, V, K_CACHE, V_CACHE,
-    LENGTHS, EDGES, ROWS, PAGES, SLOTS, BASES, COS, SIN,
+    LENGTHS, EDGES, ROWS, PAGES, SLOTS, BASES, COS, SIN, K_NORM,
     K_SCALE, V_SCALE, SFK, SFV,
     k_strides, v_strides, k_cache_strides, v_cache_strides,
     k_scale_strides, v_scale_strides, sfk_strides, sfv_strides,
@@ -25,7 +25,7 @@ def append(
     HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     KIND: tl.constexpr, V_KIND: tl.constexpr, CAST: tl.constexpr, V_CAST: tl.constexpr,
-    SCALING: tl.constexpr, V_SCALING: tl.constexpr,
+    SCALING: tl.constexpr, V_SCALING: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Grid: tokens * heads. `blocks` pages or rows of `size` slots; `rows` lines of the table."""
     program = tl.program_id(0)
@@ -78,14 +78,18 @@ def append(
     turning = keep & (place >= 0) & (place < positions)
     d = tl.arange(0, DP)
     e = tl.arange(0, DVP)
+    rms = None
+    if K_NORM is not None:
+        x = tl.load(K + k_at + d, mask=(d < D) & keep, other=0)
+        rms = tile.inverse_rms(tile.squares(x, 0 if CAST else KIND), D, EPS)
     x = as_stored(
-        K + k_at, d, K_SCALE, SFK, owner, head, block, offset, keep, turning, place, COS, SIN,
-        positions, k_scale_strides, sfk_strides,
+        K + k_at, d, K_NORM, rms, K_SCALE, SFK, owner, head, block, offset, keep, turning, place,
+        COS, SIN, positions, k_scale_strides, sfk_strides,
         D, DP, HALF, INTERLEAVED, KIND, CAST, SCALING, SFK is not None, K_CACHE.dtype.element_ty,
     )  # fmt: skip
     y = as_stored(
-        V + v_at, e, V_SCALE, SFV, owner, head, block, offset, keep, turning, place, COS, SIN,
-        positions, v_scale_strides, sfv_strides,
+        V + v_at, e, None, None, V_SCALE, SFV, owner, head, block, offset, keep, turning, place,
+        COS, SIN, positions, v_scale_strides, sfv_strides,
         DV, DVP, 0, INTERLEAVED, V_KIND, V_CAST, V_SCALING, SFV is not None,
         V_CACHE.dtype.element_ty,
     )  # fmt: skip
@@ -97,13 +101,14 @@ def append(
 
 @triton.jit
 def as_stored(
-    X, d, SCALE, SF, owner, head, block, offset, keep, turning, place, COS, SIN,
+    X, d, NORM, rms, SCALE, SF, owner, head, block, offset, keep, turning, place, COS, SIN,
     positions, scale_strides, sf_strides,
     D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     KIND: tl.constexpr, CAST: tl.constexpr, SCALING: tl.constexpr, MX: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """One head of tokens: rotated, rounded to its own dtype, then made what the cache stores.
+    """One head of tokens: times weights NORM and rms, the inverse of its size, if there are any,
+    then rotated, rounded to its own dtype, and made what the cache stores.
 
     d holds the channels; X, block, offset and the rest are of one token, or of several along the
     dimensions that d leaves at 1. Measured scales (SCALING 2, MX) are for one token.
@@ -111,6 +116,9 @@ def as_stored(
     inside = (d < D) & keep
     x = tl.load(X + d, mask=inside, other=0)
     FROM: tl.constexpr = 0 if CAST else KIND
+    if NORM is not None:
+        weight = tl.load(NORM + d, mask=d < D, other=0).to(tl.float32)
+        wide = tile.widen(x, FROM, tl.float32) * rms * weight
     if HALF > 0:
         if INTERLEAVED:
             pair = d // 2
@@ -124,12 +132,23 @@ def as_stored(
         cos = tl.load(COS + place * HALF + pair, mask=turn, other=1).to(tl.float32)
         sin = tl.load(SIN + place * HALF + pair, mask=turn, other=0).to(tl.float32)
         other = tile.widen(tl.load(X + partner, mask=turn, other=0), FROM, tl.float32)
-        wide = tile.widen(x, FROM, tl.float32)
+        if NORM is None:
+            wide = tile.widen(x, FROM, tl.float32)
+        else:
+            weight = tl.load(NORM + partner, mask=d < 2 * HALF, other=0).to(tl.float32)
+            other = other * rms * weight
         turned = tile.rotate(wide, other, cos, sin, second, positions >> 31)
-        if FROM == 0:
+        if NORM is not None:
+            wide = tl.where(turn, turned, wide)
+        elif FROM == 0:
             x = tl.where(turn, turned.to(x.dtype), x)
         else:
             x = tl.where(turn, tile.narrow(turned, FROM), x)
+    if NORM is not None:
+        if FROM == 0:
+            x = wide.to(x.dtype)
+        else:
+            x = tile.narrow(wide, FROM)
     if CAST:
         wide = x.to(tl.float32)
         if SCALING == 1:

@@ -71,7 +71,7 @@ _PLAIN_NUMBERS = (
 def attention(
     Q, QV, K, V, OUT, LSE, PART, STATS, COUNT,
     LENGTHS, Q_EDGES, K_EDGES, NEW_EDGES, USED, LEFTPAD, ROWS, PAGES,
-    COS, SIN, BASES, Q_SCALE, K_SCALE, V_SCALE, SFQ, SFK, SFV,
+    COS, SIN, BASES, Q_NORM, Q_SCALE, K_SCALE, V_SCALE, SFQ, SFK, SFV,
     ALIBI, SINKS, REL_BIAS, BLOCK_MAP, SCORE_AUX, MASK_AUX, BOUNDS_AUX,
     q_strides, qv_strides, k_strides, v_strides, out_strides, lse_strides, scale_strides,
     k_scale_strides, v_scale_strides, sfq_strides, sfk_strides, sfv_strides,
@@ -90,7 +90,7 @@ def attention(
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, BOUNDS: tl.constexpr, EDITED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, LEAF: tl.constexpr,
     REVERSED: tl.constexpr, PLAIN: tl.constexpr, RAW: tl.constexpr, ALIGNED: tl.constexpr,
-    MR: tl.constexpr, SPAN: tl.constexpr,
+    MR: tl.constexpr, SPAN: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles * HEADS * splits, splits fastest."""
     program = tl.program_id(0)
@@ -156,16 +156,19 @@ def attention(
         vb = VA + tl.arange(0, VB)
     if Q is not None:
         q_rows = b * q_strides[0] + at * q_strides[1] + query_head * q_strides[2]
+        rms = None
+        if Q_NORM is not None:
+            rms = tile.query_rms(Q, q_rows, da, live, D, Q_KIND, EPS, DB)
         if HALF > 0:
             base = old.to(tl.int64)
             if BASES is not None:
                 base = tl.load(BASES + b).to(tl.int64)
             turn_at = base + token * ADVANCE
-            qa = tile.rotated(Q, q_rows, da, live, COS, SIN, turn_at, positions, D, HALF,
-                              INTERLEAVED, DTYPE, Q_KIND)  # fmt: skip
+            qa = tile.rotated(Q, q_rows, da, live, Q_NORM, rms, COS, SIN, turn_at, positions,
+                              D, HALF, INTERLEAVED, DTYPE, Q_KIND)  # fmt: skip
             if DB > 0:
-                qb = tile.rotated(Q, q_rows, db, live, COS, SIN, turn_at, positions, D, HALF,
-                              INTERLEAVED, DTYPE, Q_KIND)  # fmt: skip
+                qb = tile.rotated(Q, q_rows, db, live, Q_NORM, rms, COS, SIN, turn_at, positions,
+                                  D, HALF, INTERLEAVED, DTYPE, Q_KIND)  # fmt: skip
         elif SFQ is not None:
             qa = _cached(Q, q_rows, live, da, SFQ, b + at * 0, at, query_head[:, None],
                          sfq_strides, D, False, DTYPE, Q_KIND, True, False, True)  # fmt: skip
@@ -173,14 +176,14 @@ def attention(
                 qb = _cached(Q, q_rows, live, db, SFQ, b + at * 0, at, query_head[:, None],
                              sfq_strides, D, False, DTYPE, Q_KIND, True, False, True)  # fmt: skip
         else:
-            qa = tile.query(Q, q_rows, da, live, D, DTYPE, Q_KIND)
+            qa = tile.query(Q, q_rows, da, live, Q_NORM, rms, D, DTYPE, Q_KIND)
             if DB > 0:
-                qb = tile.query(Q, q_rows, db, live, D, DTYPE, Q_KIND)
+                qb = tile.query(Q, q_rows, db, live, Q_NORM, rms, D, DTYPE, Q_KIND)
     if QV is not None:
         qv_rows = b * qv_strides[0] + at * qv_strides[1] + query_head * qv_strides[2]
-        qva = tile.query(QV, qv_rows, va, live, DV, DTYPE, Q_KIND)
+        qva = tile.query(QV, qv_rows, va, live, None, None, DV, DTYPE, Q_KIND)
         if VB > 0:
-            qvb = tile.query(QV, qv_rows, vb, live, DV, DTYPE, Q_KIND)
+            qvb = tile.query(QV, qv_rows, vb, live, None, None, DV, DTYPE, Q_KIND)
     # --- factors: the group shares a kv head, so descales are scalars
     k_factor = softmax_scale
     v_factor = 1.0

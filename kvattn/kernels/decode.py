@@ -100,7 +100,7 @@ _PLAIN_NUMBERS = (
 def decode(
     Q, K, V, OUT, LSE, PART, STATS, COUNT, K_NEW, V_NEW,
     LENGTHS, Q_EDGES, NEW_EDGES, USED, LEFTPAD, ROWS, PAGES,
-    COS, SIN, BASES, Q_SCALE, K_SCALE, V_SCALE, SINKS, COMMON, COMMON_STATS,
+    COS, SIN, BASES, Q_NORM, K_NORM, Q_SCALE, K_SCALE, V_SCALE, SINKS, COMMON, COMMON_STATS,
     ALIBI, REL_BIAS, SCORE_AUX, MASK_AUX, BOUNDS_AUX,
     q_strides, k_strides, v_strides, out_strides, lse_strides, k_new_strides, v_new_strides,
     scale_strides, k_scale_strides, v_scale_strides, alibi_strides, bias_strides,
@@ -118,6 +118,7 @@ def decode(
     R: tl.constexpr, TILES: tl.constexpr, W: tl.constexpr, NK: tl.constexpr,
     BATCH: tl.constexpr, LEAF: tl.constexpr, SPREAD: tl.constexpr,
     MR: tl.constexpr, SPAN: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
+    EPS: tl.constexpr,
 ):  # fmt: skip
     """Grid: slots * TILES * HEADS, heads fastest. R packed rows a program, W warps of NK keys.
 
@@ -229,15 +230,22 @@ def decode(
         turning = mine & (base + t >= 0) & (base + t < positions)
         from_k = b * k_new_strides[0] + t * k_new_strides[1] + head * k_new_strides[2]
         from_v = b * v_new_strides[0] + t * v_new_strides[1] + head * v_new_strides[2]
+        k_rms = None
+        if K_NORM is not None:
+            inside = (dk < D)[None, :] & mine
+            x = tl.load(K_NEW + from_k + dk[None, :], mask=inside, other=0)
+            k_rms = tile.inverse_rms(tile.squares(x, 0 if CAST else K_KIND), D, EPS)
         k_new = append.as_stored(
-            K_NEW + from_k, dk[None, :], K_SCALE, None, b, head, new_block, new_spot, mine, turning,
-            base + t, COS, SIN, positions, k_scale_strides, k_scale_strides, D, DP, HALF,
-            INTERLEAVED, K_KIND, CAST, SCALING, False, K.dtype.element_ty,
+            K_NEW + from_k, dk[None, :], K_NORM, k_rms, K_SCALE, None, b, head, new_block,
+            new_spot, mine, turning, base + t, COS, SIN, positions, k_scale_strides,
+            k_scale_strides, D, DP, HALF, INTERLEAVED, K_KIND, CAST, SCALING, False,
+            K.dtype.element_ty,
         )  # fmt: skip
         v_new = append.as_stored(
-            V_NEW + from_v, dv[None, :], V_SCALE, None, b, head, new_block, new_spot, mine, turning,
-            base + t, COS, SIN, positions, v_scale_strides, v_scale_strides, DV, DVP, 0,
-            INTERLEAVED, V_KIND, V_CAST, V_SCALING, False, V.dtype.element_ty,
+            V_NEW + from_v, dv[None, :], None, None, V_SCALE, None, b, head, new_block,
+            new_spot, mine, turning, base + t, COS, SIN, positions, v_scale_strides,
+            v_scale_strides, DV, DVP, 0, INTERLEAVED, V_KIND, V_CAST, V_SCALING, False,
+            V.dtype.element_ty,
         )  # fmt: skip
         to_k = new_block * k_strides[0] + new_spot * k_strides[1] + head * k_strides[2]
         to_v = new_block * v_strides[0] + new_spot * v_strides[1] + head * v_strides[2]
@@ -248,11 +256,14 @@ def decode(
     m_token = m_row // GROUP
     m_at = (q_first + m_token).to(tl.int64)
     q_rows = b * q_strides[0] + m_at * q_strides[1] + (head * GROUP + m_row % GROUP) * q_strides[2]
+    rms = None
+    if Q_NORM is not None:
+        rms = tile.query_rms(Q, q_rows, dk, m_live, D, Q_KIND, EPS, 0)
     if HALF > 0:
-        q = tile.rotated(Q, q_rows, dk, m_live, COS, SIN, base + m_token * ADVANCE, positions, D,
-                         HALF, INTERLEAVED, DTYPE, Q_KIND)  # fmt: skip
+        q = tile.rotated(Q, q_rows, dk, m_live, Q_NORM, rms, COS, SIN, base + m_token * ADVANCE,
+                         positions, D, HALF, INTERLEAVED, DTYPE, Q_KIND)  # fmt: skip
     else:
-        q = tile.query(Q, q_rows, dk, m_live, D, DTYPE, Q_KIND)
+        q = tile.query(Q, q_rows, dk, m_live, Q_NORM, rms, D, DTYPE, Q_KIND)
     q = tl.broadcast_to(q[None, :, :], (W, BM, DP))
     # --- factors: the group shares a kv head, so descales are scalars
     k_factor = softmax_scale

@@ -152,7 +152,7 @@ def _step(s, v, m, l, acc, factor):
 def prefill(
     Q, K, V, K_BOX, V_BOX, OUT, LSE,
     LENGTHS, Q_EDGES, K_EDGES, NEW_EDGES, USED, LEFTPAD, ROWS, PAGES,
-    COS, SIN, BASES, SINKS, SCORE_AUX,
+    COS, SIN, BASES, Q_NORM, SINKS, SCORE_AUX,
     q_strides, k_strides, v_strides, out_strides, lse_strides,
     table_stride, batch, tiles, queries, steps, capacity, rows, blocks, positions, share,
     scale, softcap, left, right, chunk,
@@ -162,6 +162,7 @@ def prefill(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CHUNKED: tl.constexpr,
     CAPPED: tl.constexpr, SCORE_MOD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr,
+    EPS: tl.constexpr,
 ):  # fmt: skip
     """Grid: row tiles * HEADS, in sections of heads whose keys stay in the L2 cache together."""
     t = tl.program_id(0)
@@ -258,12 +259,17 @@ def prefill(
     da = tl.arange(0, DA)
     va = tl.arange(0, VA)
     q_rows = b * q_strides[0] + at * q_strides[1] + query_head.to(tl.int64) * q_strides[2]
+    rms = None
+    if Q_NORM is not None:
+        rms = tile.query_rms(Q, q_rows, da, live, D, 0, EPS, 0)
     if HALF > 0:
         base = old.to(tl.int64)
         if BASES is not None:
             base = tl.load(BASES + b).to(tl.int64)
-        q = tile.rotated(Q, q_rows, da, live, COS, SIN, base + token * ADVANCE, positions, D,
-                         HALF, INTERLEAVED, Q.dtype.element_ty, 0)  # fmt: skip
+        q = tile.rotated(Q, q_rows, da, live, Q_NORM, rms, COS, SIN, base + token * ADVANCE,
+                         positions, D, HALF, INTERLEAVED, Q.dtype.element_ty, 0)  # fmt: skip
+    elif Q_NORM is not None:
+        q = tile.query(Q, q_rows, da, live, Q_NORM, rms, D, Q.dtype.element_ty, 0)
     else:
         inside = live[:, None] & (da < D)[None, :]
         q = tl.load(Q + q_rows[:, None] + da[None, :], mask=inside, other=0)

@@ -56,7 +56,7 @@ _PLAIN_NUMBERS = (
 
 @triton.jit(do_not_specialize=_PLAIN_NUMBERS)
 def prefix(
-    Q, K, V, PART, STATS, LENGTHS, ROWS, PAGES, COS, SIN, BASES, Q_SCALE, K_SCALE,
+    Q, K, V, PART, STATS, LENGTHS, ROWS, PAGES, COS, SIN, BASES, Q_NORM, Q_SCALE, K_SCALE,
     q_strides, k_strides, v_strides, scale_strides, k_scale_strides,
     table_stride, batch, queries, steps, capacity, rows, blocks, positions, common, splits,
     softmax_scale, softcap, right,
@@ -65,7 +65,7 @@ def prefix(
     HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ADVANCE: tl.constexpr,
     DTYPE: tl.constexpr, Q_KIND: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
     INCLUDED: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr, RAW: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Grid: row tiles * HEADS * splits; programs side by side read the same keys."""
     if PDL:  # in this order: the next kernel starts when all that it reads but PART is there
@@ -108,14 +108,17 @@ def prefix(
     dv = tl.arange(0, DVP)
     q_rows = b * q_strides[0] + token.to(tl.int64) * q_strides[1]
     q_rows += (head * GROUP + r % GROUP) * q_strides[2]
+    rms = None
+    if Q_NORM is not None:
+        rms = tile.query_rms(Q, q_rows, dk, live, D, Q_KIND, EPS, 0)
     if HALF > 0:
         base = old.to(tl.int64)
         if BASES is not None:
             base = tl.load(BASES + b).to(tl.int64)
-        q = tile.rotated(Q, q_rows, dk, live, COS, SIN, base + token * ADVANCE, positions, D,
-                         HALF, INTERLEAVED, DTYPE, Q_KIND)  # fmt: skip
+        q = tile.rotated(Q, q_rows, dk, live, Q_NORM, rms, COS, SIN, base + token * ADVANCE,
+                         positions, D, HALF, INTERLEAVED, DTYPE, Q_KIND)  # fmt: skip
     else:
-        q = tile.query(Q, q_rows, dk, live, D, DTYPE, Q_KIND)
+        q = tile.query(Q, q_rows, dk, live, Q_NORM, rms, D, DTYPE, Q_KIND)
     LOG2E: tl.constexpr = 1.4426950408889634
     scale = softmax_scale
     if not CAPPED:

@@ -67,19 +67,75 @@ def rotate(x, partner, cos, sin, second, zero):
 
 
 @triton.jit
-def query(X, rows, d, live, D: tl.constexpr, DTYPE: tl.constexpr, KIND: tl.constexpr):
-    """Query rows [BM, D] in the dtype that is multiplied; rows holds element offsets."""
+def squares(x, KIND: tl.constexpr):
+    """Sums of squares over the last dimension, which stays; in fp64 no order of adding shows."""
+    wide = widen(x, KIND, tl.float32).to(tl.float64)
+    return tl.sum(wide * wide, len(x.shape) - 1, keep_dims=True)
+
+
+@triton.jit
+def inverse_rms(total, D: tl.constexpr, EPS: tl.constexpr):
+    """1 / sqrt(mean square + EPS) in fp32 from sums of squares: the nearest number.
+
+    Newton's step in fp64 doubles the digits of a guess, and has no branches.
+    """
+    mean = (total * (1.0 / D) + EPS).to(tl.float32)
+    guess = tl.rsqrt(mean).to(tl.float64)
+    better = guess * (1.5 - 0.5 * mean.to(tl.float64) * guess * guess)
+    return tl.where(mean == float("inf"), 0.0, better.to(tl.float32))
+
+
+@triton.jit
+def query_squares(X, rows, d, live, D: tl.constexpr, KIND: tl.constexpr, MORE: tl.constexpr):
+    """`squares` of query rows; MORE channels follow behind those of d."""
+    inside = live[:, None] & (d < D)[None, :]
+    total = squares(tl.load(X + rows[:, None] + d[None, :], mask=inside, other=0), KIND)
+    if MORE > 0:
+        e = d.shape[0] + tl.arange(0, MORE)
+        inside = live[:, None] & (e < D)[None, :]
+        total += squares(tl.load(X + rows[:, None] + e[None, :], mask=inside, other=0), KIND)
+    return total
+
+
+@triton.jit
+def query_rms(
+    X, rows, d, live, D: tl.constexpr, KIND: tl.constexpr, EPS: tl.constexpr, MORE: tl.constexpr
+):
+    """What query rows are multiplied by in order to be normalised, [BM, 1]."""
+    return inverse_rms(query_squares(X, rows, d, live, D, KIND, MORE), D, EPS)
+
+
+@triton.jit
+def rounded(x, OWN: tl.constexpr, DTYPE: tl.constexpr, KIND: tl.constexpr):
+    """fp32 rounded to a tensor's own dtype, in the dtype that is multiplied."""
+    if KIND == 0:
+        return x.to(OWN).to(tl.float32).to(DTYPE)
+    else:
+        return widen(narrow(x, KIND), KIND, tl.float32).to(DTYPE)
+
+
+@triton.jit
+def query(X, rows, d, live, NORM, rms, D: tl.constexpr, DTYPE: tl.constexpr, KIND: tl.constexpr):
+    """Query rows [BM, D] in the dtype that is multiplied; rows holds element offsets.
+
+    With weights NORM they are normalised by rms, 1 / sqrt(mean square) of each row [BM, 1].
+    """
     x = tl.load(X + rows[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0)
-    return widen(x, KIND, DTYPE)
+    if NORM is None:
+        return widen(x, KIND, DTYPE)
+    else:
+        weight = tl.load(NORM + d, mask=d < D, other=0).to(tl.float32)[None, :]
+        wide = widen(x, KIND, tl.float32) * rms * weight
+        return rounded(wide, X.dtype.element_ty, DTYPE, KIND)
 
 
 @triton.jit
 def rotated(
-    X, rows, d, live, COS, SIN, place, positions,
+    X, rows, d, live, NORM, rms, COS, SIN, place, positions,
     D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     DTYPE: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """The same, rotated to each row's position and rounded to the query's dtype."""
+    """The same, then rotated to each row's position; rounded to the query's dtype once."""
     inside = live[:, None] & (d < D)[None, :]
     x = tl.load(X + rows[:, None] + d[None, :], mask=inside, other=0)
     if INTERLEAVED:
@@ -98,12 +154,19 @@ def rotated(
     other = tl.load(X + rows[:, None] + partner[None, :], mask=turn, other=0)
     wide = widen(x, KIND, tl.float32)
     other = widen(other, KIND, tl.float32)
+    if NORM is not None:
+        weight = tl.load(NORM + d, mask=d < D, other=0).to(tl.float32)
+        wide = wide * rms * weight[None, :]
+        weight = tl.load(NORM + partner, mask=d < 2 * HALF, other=0).to(tl.float32)
+        other = other * rms * weight[None, :]
     turned = rotate(wide, other, cos, sin, second[None, :], positions >> 31)
-    if KIND == 0:
+    if NORM is not None:
+        return rounded(tl.where(turn, turned, wide), X.dtype.element_ty, DTYPE, KIND)
+    elif KIND == 0:
         return tl.where(turn, turned.to(X.dtype.element_ty), x).to(tl.float32).to(DTYPE)
     else:
-        rounded = widen(narrow(turned, KIND), KIND, tl.float32)
-        return tl.where(turn, rounded, wide).to(DTYPE)
+        turned = widen(narrow(turned, KIND), KIND, tl.float32)
+        return tl.where(turn, turned, wide).to(DTYPE)
 
 
 @triton.jit

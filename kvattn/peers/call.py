@@ -206,6 +206,7 @@ TRAITS: dict[str, Trait] = {
     "append": has("k", "v"),
     "rotary": has("rotary_cos", "rotary_sin"),
     "rotary_seqlens": has("rotary_seqlens"),
+    "norm": has("q_norm_weight", "k_norm_weight"),
     "batch_idx": has("cache_batch_idx"),
     "leftpad": has("cache_leftpad"),
     "paged": has("page_table"),

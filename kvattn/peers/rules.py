@@ -106,6 +106,8 @@ _ROTATION = (
          "takes no tables: it rotates by theta, or with flashinfer.rope before the call"),
     Rule(("fa2", "fa4", "flashinfer", *NO_CACHE), ("rotary_seqlens",), REFUSES,
          ("rotary_seqlens",), "has no base positions for rotary embedding"),
+    Rule((*FLASH, "sglang-fa3", *SGLANG_FA4, "flashinfer", *NO_CACHE), ("norm",), REFUSES,
+         ("q_norm_weight", "k_norm_weight"), "has no norm of q and k: normalise before the call"),
 )  # fmt: skip
 
 _PLACES = (

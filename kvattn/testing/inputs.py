@@ -59,6 +59,8 @@ class Case:
     rotary_interleaved: bool = True
     rotary_base: tuple[int, ...] | None = None  # rotary_seqlens
     rotary_dtype: torch.dtype | None = None  # default: dtype, fp32 if that is FP8
+    norm: str | None = None  # of q, k, or both
+    norm_dtype: torch.dtype = torch.float32
     # Masks and scores.
     causal: bool = False
     window: tuple[int | None, int | None] = (-1, -1)
@@ -129,6 +131,8 @@ class Maker:
         self._caches()
         if case.new is not None:
             self._append()
+        if case.norm is not None:
+            self._norms(case.norm)
         self._scales()
         self._scores()
         self._options()
@@ -321,6 +325,11 @@ class Maker:
         )
         if case.rotary_base is not None:
             self.inputs["rotary_seqlens"] = self.ints(case.rotary_base)
+
+    def _norms(self, which: str) -> None:
+        for name in ("q", "k") if which == "both" else (which,):
+            weight = 1 + self.normal(self.case.dim) / 2
+            self.inputs[f"{name}_norm_weight"] = weight.to(self.case.norm_dtype)
 
     def _scales(self) -> None:
         case = self.case

@@ -38,7 +38,7 @@ _TENSORS = ("LENGTHS", "ROWS", "PAGES", "COUNT", "SINKS", "LSE", "BASES")
 @gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_TENSORS)
 def decode(
     k, v, Q, K, V, OUT, LSE, PART, STATS, COUNT, K_NEW, V_NEW, LENGTHS, ROWS, PAGES,
-    COS, SIN, BASES, SINKS, COMMON, COMMON_STATS,
+    COS, SIN, BASES, SINKS, Q_NORM, K_NORM, COMMON, COMMON_STATS,
     q_strides, k_strides, v_strides, out_strides, lse_strides, k_new_strides, v_new_strides,
     table_stride, batch, each, parts, slots, queries, steps, capacity, rows, blocks, positions,
     common, common_shares, factor, softcap, left, right,
@@ -55,7 +55,7 @@ def decode(
     at = Places(LENGTHS, ROWS, PAGES, table_stride, batch, each, parts, slots, queries, steps,
                 capacity, rows, blocks, common)  # fmt: skip
     mask = Mask(left, right, factor, softcap)
-    fresh = Fresh(K_NEW, V_NEW, COS, SIN, BASES, positions)
+    fresh = Fresh(K_NEW, V_NEW, COS, SIN, BASES, positions, Q_NORM, K_NORM)
     cache = Cache(K, V)
     results = Results(OUT, LSE, SINKS, PART, STATS, COUNT, COMMON, COMMON_STATS, common_shares)
     strides = Strides(q_strides, k_strides, v_strides, out_strides, lse_strides, k_new_strides,

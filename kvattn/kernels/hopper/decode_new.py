@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from kvattn.kernels import append
+from kvattn.kernels import append, tile
 from kvattn.kernels.hopper.compat import gl, gluon, reinterpret
 from kvattn.kernels.hopper.decode_parts import page_of
 
@@ -22,7 +22,7 @@ def room_for_new(dtype: gl.constexpr, form: gl.constexpr):
 
 
 @gluon.jit
-def _store(X, CACHE, room, place_of, steps, block, spot, mine, fresh, share, place,
+def _store(X, CACHE, NORM, rms, room, place_of, steps, block, spot, mine, fresh, share, place,
            D: gl.constexpr, DIM: gl.constexpr, HALF: gl.constexpr, form: gl.constexpr):  # fmt: skip
     """Tokens [NEW, D] of K or V."""
     LANES: gl.constexpr = D // 8
@@ -37,9 +37,9 @@ def _store(X, CACHE, room, place_of, steps, block, spot, mine, fresh, share, pla
     turning = mine & (place >= 0) & (place < fresh.positions)
     at = share.b * steps[0] + t * steps[1] + share.head * steps[2]
     x = append.as_stored(
-        X + at, d, None, None, share.b, share.head, t, t, mine, turning, place, fresh.COS,
-        fresh.SIN, fresh.positions, steps, steps, DIM, D, HALF, form.INTERLEAVED, 0, False, 0,
-        False, DTYPE,
+        X + at, d, NORM, rms, None, None, share.b, share.head, t, t, mine, turning, place,
+        fresh.COS, fresh.SIN, fresh.positions, steps, steps, DIM, D, HALF, form.INTERLEAVED, 0,
+        False, 0, False, DTYPE,
     )  # fmt: skip
     reinterpret(room, DTYPE, [form.NEW, D], ROOM).store(x)
     block = gl.convert_layout(block, ROWS)[:, None]
@@ -49,8 +49,20 @@ def _store(X, CACHE, room, place_of, steps, block, spot, mine, fresh, share, pla
 
 
 @gluon.jit
-def store_new(cache, fresh, news, strides, share, at, base, form: gl.constexpr):
-    """The tokens that land in this share's tiles, rotated, into the cache and near at hand."""
+def squares_of_new(fresh, strides, share, at, form: gl.constexpr):
+    """Of keys, summed over each token's head [NEW, 1]."""
+    LANES: gl.constexpr = form.D // 8
+    SPREAD: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [form.WARPS, 1], [1, 0])
+    d = gl.arange(0, form.D, layout=gl.SliceLayout(0, SPREAD))[None, :]
+    t = gl.arange(0, form.NEW, layout=gl.SliceLayout(1, SPREAD))[:, None]
+    from_k = share.b * strides.k_new[0] + t * strides.k_new[1] + share.head * strides.k_new[2]
+    x = gl.load(fresh.K + from_k + d, mask=(t < at.steps) & (d < form.DIM), other=0)
+    return tile.squares(x, 0)
+
+
+@gluon.jit
+def store_new(cache, fresh, rms, news, strides, share, at, base, form: gl.constexpr):
+    """The tokens that land in this share's tiles, ready, into the cache and near at hand."""
     LANES: gl.constexpr = form.D // 8
     SPREAD: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [form.WARPS, 1], [1, 0])
     t = gl.arange(0, form.NEW, layout=gl.SliceLayout(1, SPREAD))
@@ -62,10 +74,10 @@ def store_new(cache, fresh, news, strides, share, at, base, form: gl.constexpr):
     spot = key.to(gl.int64)
     if form.PAGE > 0:
         spot = spot % form.PAGE
-    _store(fresh.K, cache.K, news.k, strides.k, strides.k_new, block, spot, mine, fresh, share,
-           base, form.D, form.DIM, form.HALF, form)  # fmt: skip
-    _store(fresh.V, cache.V, news.v, strides.v, strides.v_new, block, spot, mine, fresh, share,
-           base, form.DV, form.DIM_V, 0, form)  # fmt: skip
+    _store(fresh.K, cache.K, fresh.K_NORM, rms, news.k, strides.k, strides.k_new, block, spot, mine,
+           fresh, share, base, form.D, form.DIM, form.HALF, form)  # fmt: skip
+    _store(fresh.V, cache.V, None, None, news.v, strides.v, strides.v_new, block, spot, mine,
+           fresh, share, base, form.DV, form.DIM_V, 0, form)  # fmt: skip
 
 
 @gluon.jit

@@ -27,6 +27,7 @@ class Form(NamedTuple):
     HALF: int  # rotary pairs
     INTERLEAVED: bool
     ADVANCE: int  # positions between query tokens
+    EPS: float  # of the norms
     LEFT: bool
     RIGHT: bool
     CAPPED: bool
@@ -73,7 +74,7 @@ class Mask(NamedTuple):
 
 
 class Fresh(NamedTuple):
-    """New tokens, and where rotary angles are."""
+    """New tokens, the weights of norms, and where rotary angles are."""
 
     K: Any
     V: Any
@@ -81,6 +82,8 @@ class Fresh(NamedTuple):
     SIN: Any
     BASES: Any
     positions: Any
+    Q_NORM: Any
+    K_NORM: Any
 
 
 class Cache(NamedTuple):

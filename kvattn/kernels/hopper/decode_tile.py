@@ -3,18 +3,16 @@
 from kvattn.kernels import tile
 from kvattn.kernels.hopper.compat import gl, gluon, mbarrier, mma_v2
 from kvattn.kernels.hopper.decode_end import finish
-from kvattn.kernels.hopper.decode_new import patched, room_for_new, store_new
+from kvattn.kernels.hopper.decode_new import patched, room_for_new, squares_of_new, store_new
 from kvattn.kernels.hopper.decode_parts import after_previous_kernel
 from kvattn.kernels.hopper.decode_shares import after, key_of, run_of, share_of
 from kvattn.kernels.hopper.parts import release, slot_of
 
 
 @gluon.jit
-def _query(Q, fresh, strides, share, at, base, form: gl.constexpr):
-    """Rows [1, BM, D], rotated, as an operand of every warp."""
+def _query_rows(strides, share, at, form: gl.constexpr):
+    """(offsets of rows, channels, which rows there are, their tokens) of the query."""
     BM: gl.constexpr = 16 * form.WR
-    S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [form.WK, form.WR, 1], [1, 16, 8])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, S, 2)
     LANES: gl.constexpr = form.D // 8
     SPREAD: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout(
         [1, 1, 8], [1, 32 // LANES, LANES], [1, form.WARPS, 1], [2, 1, 0],
@@ -26,15 +24,25 @@ def _query(Q, fresh, strides, share, at, base, form: gl.constexpr):
     token = row // form.GROUP
     head = share.head * form.GROUP + row % form.GROUP
     rows = share.b * strides.q[0] + token.to(gl.int64) * strides.q[1] + head * strides.q[2]
+    return rows, d, live, token
+
+
+@gluon.jit
+def _query(Q, fresh, rms, strides, share, at, base, form: gl.constexpr):
+    """Rows [1, BM, D], normalised and rotated, as an operand of every warp."""
+    BM: gl.constexpr = 16 * form.WR
+    S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [form.WK, form.WR, 1], [1, 16, 8])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, S, 2)
+    rows, d, live, token = _query_rows(strides, share, at, form)
     DTYPE: gl.constexpr = Q.dtype.element_ty
     if form.HALF > 0:
         place = base + token * form.ADVANCE
         q = tile.rotated(
-            Q, rows, d, live, fresh.COS, fresh.SIN, place, fresh.positions, form.DIM, form.HALF,
-            form.INTERLEAVED, DTYPE, 0,
+            Q, rows, d, live, fresh.Q_NORM, rms, fresh.COS, fresh.SIN, place, fresh.positions,
+            form.DIM, form.HALF, form.INTERLEAVED, DTYPE, 0,
         )  # fmt: skip
     else:
-        q = tile.query(Q, rows, d, live, form.DIM, DTYPE, 0)
+        q = tile.query(Q, rows, d, live, fresh.Q_NORM, rms, form.DIM, DTYPE, 0)
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
     stage = gl.allocate_shared_memory(DTYPE, [1, BM, form.D], SHARED)
     stage.store(gl.expand_dims(q, 0))
@@ -138,11 +146,21 @@ def _attend_share(Q, cache, fresh, results, strides, ring, share, done, at, mask
     base = share.old
     if fresh.BASES is not None:
         base = gl.load(fresh.BASES + share.b)
+    q_rms = None
+    k_rms = None
+    if fresh.Q_NORM is not None:
+        rows, d, live, _token = _query_rows(strides, share, at, form)
+        q_rms = tile.query_squares(Q, rows, d, live, form.DIM, 0, 0)
+    if fresh.K_NORM is not None:  # while the other sum is on its way
+        k_rms = squares_of_new(fresh, strides, share, at, form)
+        k_rms = tile.inverse_rms(k_rms, form.DIM, form.EPS)
+    if fresh.Q_NORM is not None:
+        q_rms = tile.inverse_rms(q_rms, form.DIM, form.EPS)
     news = None
     if form.NEW > 0:
         news = room_for_new(Q.dtype.element_ty, form)
-        store_new(cache, fresh, news, strides, share, at, base, form)
-    q = _query(Q, fresh, strides, share, at, base, form)
+        store_new(cache, fresh, k_rms, news, strides, share, at, base, form)
+    q = _query(Q, fresh, q_rms, strides, share, at, base, form)
     empty = gl.full([form.WK, 16 * form.WR, form.NK], 0, gl.float32, S)
     if form.R < 16:
         empty, _ = empty.reshape([form.WK, 2, 8, form.NK]).permute([0, 2, 3, 1]).split()

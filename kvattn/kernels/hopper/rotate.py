@@ -1,4 +1,4 @@
-"""Queries rotated to their positions, before the attention kernel copies them as they are."""
+"""Queries normalised and rotated, before the attention kernel copies them as they are."""
 
 import triton
 import triton.language as tl
@@ -8,10 +8,11 @@ from kvattn.kernels import tile
 
 @triton.jit(do_not_specialize=["steps", "capacity", "rows", "positions", "batch", "queries"])
 def rotate(
-    Q, OUT, LENGTHS, Q_EDGES, K_EDGES, NEW_EDGES, LEFTPAD, ROWS, COS, SIN, BASES, q_strides,
+    Q, OUT, LENGTHS, Q_EDGES, K_EDGES, NEW_EDGES, LEFTPAD, ROWS, COS, SIN, BASES, NORM,
+    q_strides,
     steps, capacity, rows, positions, batch, queries,
     HEADS: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr, ADVANCE: tl.constexpr, INCLUDED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ADVANCE: tl.constexpr, INCLUDED: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Grid: one program a token, all its heads; OUT is packed."""
     number = tl.program_id(0).to(tl.int64)
@@ -35,8 +36,15 @@ def rotate(
     place = base + token * ADVANCE + heads * 0
     offsets = b * q_strides[0] + at * q_strides[1] + heads * q_strides[2]
     kind: tl.constexpr = Q.dtype.element_ty
-    turned = tile.rotated(
-        Q, offsets, d, live, COS, SIN, place, positions, D, HALF, INTERLEAVED, kind, 0,
-    )  # fmt: skip
+    rms = None
+    if NORM is not None:
+        rms = tile.query_rms(Q, offsets, d, live, D, 0, EPS, 0)
+    if HALF > 0:
+        ready = tile.rotated(
+            Q, offsets, d, live, NORM, rms, COS, SIN, place, positions, D, HALF, INTERLEAVED, kind,
+            0,
+        )  # fmt: skip
+    else:
+        ready = tile.query(Q, offsets, d, live, NORM, rms, D, kind, 0)
     into = OUT + (number * HEADS + heads)[:, None] * D + d[None, :]
-    tl.store(into, turned, mask=live[:, None] & (d < D)[None, :])
+    tl.store(into, ready, mask=live[:, None] & (d < D)[None, :])
