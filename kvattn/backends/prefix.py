@@ -9,8 +9,8 @@ from kvattn.request import Facts
 
 ROWS = 32  # packed query rows of a sequence at most
 BLOCK = 128  # keys, in whole blocks of which a prefix is shared
-LEAST = 72 << 20  # bytes that sequences would read again, from which a second launch pays
-EACH = 48 << 10  # of them, what the sums of a query head's row cost to leave and to add
+LEAST = 128 << 20  # bytes that sequences would read again, from which a second launch pays
+EACH = 44 << 10  # of them, what the sums of a query head's row cost to leave and to add
 _ELSEWHERE = (
     *(("qv", "a second query qv"), ("rel_bias", "a relative bias"), ("sfq", "MXFP8 scales")),
     *(("sfk", "MXFP8 scales"), ("sfv", "MXFP8 scales"), ("alibi_slopes", "ALiBi slopes")),
