@@ -144,7 +144,8 @@ def test_masks(name: str) -> None:
 def test_scores(name: str) -> None:
     mod = cases.SCORES[name]
     got, want = by_triton(mod, some_scores()), by_torch(mod, some_scores()).float()
-    torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
+    atol = 1e-5 if "softcap" in name else 2e-6  # 5e-7 of the cap
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=atol)
 
 
 def with_corners(count: int) -> Tensor:

@@ -16,6 +16,7 @@ from kvattn.kernels.prefill import prefill as _prefill
 from kvattn.request import Request
 
 _CACHED = 32 << 20  # bytes of keys and values that stay in the L2 cache together
+_CAP = 128.0  # larger softcaps need tanh near 0 more exactly than this kernel has it
 _WIDE = 1 << 31  # bytes of a cache from which offsets take 64 bits
 
 
@@ -40,7 +41,7 @@ def takes(r: Request) -> bool:
     others = (r.qv, r.rel_bias, r.alibi_slopes, r.mask_mod, r.block_sparse, r.gather_kv_indices)
     if any(x is not None for x in (*scales, *others)):
         return False
-    if r.batch_invariant or r.softmax_scale <= 0 or not launch.copyable(r):
+    if r.softcap > _CAP or r.batch_invariant or r.softmax_scale <= 0 or not launch.copyable(r):
         return False
     if any(x is not None and x.numel() == 0 for x in (q, k, v, r.page_table)):
         return False

@@ -123,16 +123,18 @@ def _scores(
     q, k, j, scale, softcap, b, heads, token, q_first, k_first, q_len, keys, SCORE_AUX,
     SCORE_MOD: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """What the softmax takes times a factor: products, or scores that a mod or a cap changed."""
+    """What the softmax takes times a factor: products, or scores that a mod or a cap changed.
+
+    Scores with a cap lack it, and are counted in units of twice the cap.
+    """
     s = tl.dot(q, tl.trans(k))
     if SCORE_MOD is not None:
         s = SCORE_MOD(s * scale, b.to(tl.int32), heads[:, None].to(tl.int32), token[:, None],
                       j[None, :], q_first, k_first, q_len, keys, SCORE_AUX)  # fmt: skip
         s = s.to(tl.float32)
-        if CAPPED:
-            s = tile.tanh(s / softcap)
-    elif CAPPED:
-        s = tile.tanh(s * (scale / softcap))
+        scale = 1.0
+    if CAPPED:
+        s = tile.below_cap(s, scale * (2.8853900817779268 / softcap))
     return s
 
 
@@ -276,7 +278,7 @@ def prefill(
     LOG2E: tl.constexpr = 1.4426950408889634
     factor = scale * LOG2E
     if CAPPED:
-        factor = softcap * LOG2E
+        factor = softcap * (2.0 * LOG2E)
     elif SCORE_MOD is not None:
         factor = LOG2E
     m = tl.full([BM], float("-inf"), tl.float32)
@@ -338,6 +340,8 @@ def prefill(
                            PAGE, BN, PAGED, PADDED, WIDE)  # fmt: skip
         v = _rows(V, rows_at, va, ok, DV, VA, True)
         m, l, acc = _step(s, v, m, l, acc, factor)
+    if CAPPED:
+        m += softcap * LOG2E
     combine.finish(
         OUT, LSE, SINKS, m, l, acc, acc, r, q_len, q_first, b, head, active, 1.0,
         out_strides, lse_strides, GROUP, VA, 0, DV,

@@ -53,6 +53,8 @@ class Value(NamedTuple):
     natural: bool = False  # never negative
     scalar: bool = False  # one for all
     literal: float | None = None
+    product: tuple[str, float] | None = None  # of a score's fp32 value and a number
+    tanh: tuple[str, float] | None = None  # of such a product
 
 
 class Spot(NamedTuple):
