@@ -144,7 +144,7 @@ def test_masks(name: str) -> None:
 def test_scores(name: str) -> None:
     mod = cases.SCORES[name]
     got, want = by_triton(mod, some_scores()), by_torch(mod, some_scores()).float()
-    atol = 1e-5 if "softcap" in name else 2e-6  # 5e-7 of the cap
+    atol = 4e-5 if "softcap" in name else 2e-6  # 2e-6 of the cap
     torch.testing.assert_close(got, want, rtol=2e-6, atol=atol)
 
 

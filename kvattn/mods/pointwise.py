@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from kvattn.mods.lowering import Body, Operand, Rule, Value, dtype_of, literal, meta
 
-_CAP = 128.0  # up to it c * tanh(s / c) may be off by 5e-7 * c
+_CAP = 128.0  # up to it c * tanh(s / c) may be off by 2e-6 * c
 
 
 def _natural(x: Operand) -> bool:
@@ -134,7 +134,7 @@ def _multiply(body: Body, node: Node, x: Operand, y: Operand) -> Value:
     if tanh is not None and number is not None and abs(number) <= _CAP:
         inner, rate = tanh
         code = f"math.softcap({inner}, {rate!r}, {literal(number, torch.float32)})"
-        return body.let(code, torch.float32, other)
+        return body.let(code, torch.float32, other)._replace(bound=abs(float(number)))
     product = _simple("{0} * {1}", on_bool="{0} & {1}", keeps_sign=True)
     return _product_of(product(body, node, x, y), other, number)
 
