@@ -20,6 +20,7 @@ _ROWS = 64  # packed query rows of a kv head, on average, from which this backen
 _PROGRAMS = 64  # row tiles that keep half of the processors busy
 _NARROW = 512  # keys of a window up to which, at head dim 64, half of a tile is wasted
 _LONG = 4096  # keys from which splitting them among the idle ones pays
+_CAP = 128.0  # larger softcaps need tanh near 0 more exactly than the kernels have it
 _BATCH = 4096  # sequences: finding a row tile's sequence reads all their borders
 _ELSEWHERE = (
     *(("qv", "a second query qv"), ("rel_bias", "a relative bias"), ("sfq", "MXFP8 scales")),
@@ -93,6 +94,8 @@ def _tensors_refuse(facts: Facts) -> str | None:
 def _shapes_refuse(facts: Facts) -> str | None:
     dim = facts.tensor("q").shape[-1]
     _, size, _, dim_v = _slots(facts)
+    if facts.option("softcap") > _CAP:
+        return f"a softcap beyond {_CAP:g} needs a tanh more exact than the kernel's"
     if dim > 256:
         return f"head dim {dim} exceeds 256"
     if max(64, dim_v) > _padded(dim):

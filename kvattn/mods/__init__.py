@@ -29,6 +29,7 @@ from torch import Tensor
 
 from kvattn.errors.mod_kinds import IntervalError, TritonMissingError
 from kvattn.errors.option_kinds import ModCallableError
+from kvattn.mods.approximate import tanh_approx
 from kvattn.mods.fingerprint import Fingerprint, arity
 from kvattn.mods.lowering import Layout, fill, layouts
 from kvattn.mods.tracing import SeqlenInfo, Trace, trace
@@ -41,6 +42,7 @@ __all__ = [
     "lower_interval",
     "lower_mask_mod",
     "lower_score_mod",
+    "tanh_approx",
 ]
 
 Mod = Callable[..., Any]

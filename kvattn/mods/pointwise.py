@@ -135,8 +135,10 @@ def _multiply(body: Body, node: Node, x: Operand, y: Operand) -> Value:
         inner, rate = tanh
         code = f"math.softcap({inner}, {rate!r}, {literal(number, torch.float32)})"
         return body.let(code, torch.float32, other)._replace(bound=abs(float(number)))
-    product = _simple("{0} * {1}", on_bool="{0} & {1}", keeps_sign=True)
-    return _product_of(product(body, node, x, y), other, number)
+    product = _simple("{0} * {1}", on_bool="{0} & {1}", keeps_sign=True)(body, node, x, y)
+    if isinstance(other, Value) and number is not None:
+        product = product._replace(bound=other.bound * abs(float(number)))
+    return _product_of(product, other, number)
 
 
 def _moderate(number: float | None) -> TypeGuard[float]:
@@ -158,6 +160,10 @@ def _product_of(result: Value, x: Operand, number: float | None) -> Value:
 def _tanh(body: Body, node: Node, x: Operand) -> Value:
     result = _simple("math.tanh({0})")(body, node, x)
     return result._replace(tanh=x.product or (x.code, 1.0)) if _is_score(x) else result
+
+
+def _tanh_approx(body: Body, node: Node, x: Operand) -> Value:
+    return _simple("math.tanh_approx({0})")(body, node, x)._replace(bound=1.0)
 
 
 def _divide(body: Body, node: Node, x: Operand, y: Operand) -> Value:
@@ -386,6 +392,7 @@ POINTWISE: dict[str, Rule] = {
     "rsub": _reverse_sub,
     "mul": _multiply,
     "tanh": _tanh,
+    "kvattn.tanh_approx.default": _tanh_approx,
     "div": _divide,
     "floor_divide": _floor_divide,
     "remainder": _remainder,
