@@ -287,7 +287,7 @@ def below_cap(x, rate, size):
     """size * (tanh(x * rate / 2.885) - 1) / 2 in fp32, off by at most 1e-6 * size.
 
     2.885 is 2 * log2(e). Near 0 it has no relative accuracy: for caps up to 128 only. The
-    reciprocal of 1 + e^2x is a guess by bits and a polynomial: special functions are what lacks.
+    reciprocal of 1 + e^2x is a guess by bits and a polynomial: special functions run short.
     """
     a = 1.0 + tl.exp2(tl.minimum(x * rate, 60.0, propagate_nan=tl.PropagateNan.ALL))
     guess = (0x7EF31000 - a.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)

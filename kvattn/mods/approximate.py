@@ -12,10 +12,10 @@ torch.library.register_fake("kvattn::tanh_approx", torch.empty_like, lib=_librar
 
 
 def tanh_approx(x: Tensor) -> Tensor:
-    """tanh by the GPU's own instruction, off by up to 2^-11 of its value; exact on the CPU.
+    """tanh by the GPU's own instruction, off by up to 2^-11 of its value; torch.tanh on the CPU.
 
-    A softcap of 20 in the prefill kernel takes 7 % more time with it than no mod, 23 % with
-    torch.tanh. Sums of probabilities, and with them the lse, are off by up to about 1e-3.
+    A softcap of 20 in the prefill kernel takes 11 % more time with it than no mod, 27 % with
+    torch.tanh (one H200, 4 x 4k causal, bf16). Sums of probabilities, and with them the lse, are off by up to about 1e-3.
 
     Args:
         x: a score, or what a mod has made of scores: float32, any shape.
