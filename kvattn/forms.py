@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvattn import checks, values
+from kvattn.mods.fingerprint import captured
 from kvattn.norm import EPS
 from kvattn.plan import Prepared
 from kvattn.request import NAMES, Request, Span
@@ -106,6 +107,8 @@ class Form:
         own.update(self.fixed)
         for field, name, shape in self.tensors:
             own[field] = given[name] if shape is None else given[name].expand(shape)
+        for name in _MODS:  # equal to the first call's, but with objects of their own
+            own[name] = given.get(name)
         own["pool"] = own["v_cache"]
         return request
 
@@ -117,6 +120,7 @@ _INDEX = (
     *("cache_seqlens", "cache_batch_idx", "cache_leftpad", "page_table", "cu_seqlens_q"),
     *("cu_seqlens_k", "cu_seqlens_k_new", "seqused_q", "rotary_seqlens", "slot_mapping"),
 )
+_MODS = ("score_mod", "mask_mod", "aux_tensors")
 _PLAIN = frozenset((bool, int, float, str))
 _MEMBERS = _PLAIN | {type(None)}
 _BY_SHAPE = (
@@ -156,6 +160,7 @@ def _key(given: dict[str, Any]) -> tuple[Key | None, list[Tensor]]:
     grad = torch.is_grad_enabled()
     parts: list[Any] = [grad]
     tensors = []
+    mods = False
     for name, value in given.items():
         if value is None:
             continue
@@ -172,9 +177,25 @@ def _key(given: dict[str, Any]) -> tuple[Key | None, list[Tensor]]:
                 parts += (name, kind, value)  # True == 1, but only one of them is a flag
             elif kind is tuple and _MEMBERS.issuperset(map(type, value)):
                 parts += (name, *map(type, value), value)
+            elif name in _MODS:
+                mods = True
             else:
                 return None, tensors
+    if mods:
+        known = _mods(given, tensors)
+        return None if known is None else (*parts, known), tensors
     return tuple(parts), tensors
+
+
+def _mods(given: dict[str, Any], tensors: list[Tensor]) -> Key | None:
+    """What mods compute, and where the tensors lie that they read."""
+    if not tensors:
+        return None
+    seen = captured([given.get(name) for name in _MODS], tensors[0].device)
+    if seen is None:
+        return None
+    key, read = seen
+    return key, *[(x.data_ptr(), x.shape, x.stride(), x.requires_grad) for x in read]
 
 
 # Left out of keys where they are these very objects; None is left out everywhere.
@@ -199,7 +220,7 @@ def _remember(key: tuple[Any, ...], r: Request, given: dict[str, Any]) -> None:
             tensors.append(source)
         elif isinstance(value, Tensor) and field in _INDEX:
             return  # one number for all lengths: another one the next time
-    for field, _, _ in tensors:
+    for field in (*(field for field, _, _ in tensors), *_MODS):
         del fixed[field]
     if r.attend:
         fixed |= {name: getattr(r, name) for name in _BY_SHAPE}

@@ -483,6 +483,8 @@ def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Bars | Numbe
 def _assembly(text: str, constraints: str, values: list[Value], **_: Any) -> Any:
     """What kernels write in assembly: named barriers, two 16-bit numbers in a register."""
     kind, rest = text.split(";")[0].split(" ", 1)
+    if kind.startswith("rcp"):
+        return Value(1.0 / values[0].data)
     if kind.startswith("cvt.rn"):
         dtype = torch.bfloat16 if "bf16x2" in kind else torch.float16
         low, high = (x.data.to(dtype) for x in values)

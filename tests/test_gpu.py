@@ -209,6 +209,27 @@ def test_calls_are_recorded() -> None:
     assert any(form.prepared is not None for form in forms.known())
 
 
+@pytest.mark.parametrize(
+    "case", [replace(STEP, new=None, rotary=0), PREFILL], ids=["step", "prefill"]
+)
+def test_calls_with_mods_are_recorded(case: Case) -> None:
+    """A mod is known by what it computes; what it reads, by where that lies."""
+    inputs = make_inputs(case, device=CUDA)
+    del inputs["score_mod"]
+    recorded = sum(form.prepared is not None for form in forms.known())
+    first, second = torch.randn(2, 8, device=CUDA).unbind()
+
+    def check(bias: Tensor) -> None:
+        mod = lambda s, b, h, i, j: 20.0 * torch.tanh(s / 20.0) + bias[h] * (j - i)  # noqa: E731
+        out, wanted = (call(inputs, name, score_mod=mod)[0] for name in ("triton", "reference"))
+        torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
+
+    for bias in (first, first, first, second, second, first, second):
+        check(bias)
+        bias += 0.1
+    assert sum(form.prepared is not None for form in forms.known()) >= recorded + 2
+
+
 def test_compiled_decode_step() -> None:
     inputs = make_inputs(STEP, device=CUDA)
     twin = make_inputs(STEP, device=CUDA)

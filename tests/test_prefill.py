@@ -31,6 +31,8 @@ CASES = {
     "wide window": replace(PLAIN, seqlen_q=33, lengths=(350, 340), capacity=352, window=(290, 0)),
     "chunks": replace(PLAIN, chunk=48),
     "softcap, sinks": replace(PLAIN, softcap=2.0, sinks=BF16, query_scale=3.0),
+    "softcap beyond bf16": replace(PLAIN, softcap=60.0, query_scale=9.0),
+    "wide dims": replace(PLAIN, dim=96, dim_v=80, lengths=(90, 77)),
     "padded dims, rotary": replace(PLAIN, dim=48, dim_v=40, rotary=32, new=70, capacity=224),
     "ragged": replace(PLAIN, batch=4, seqlen_q=(40, 0, 33, 1), lengths=(90, 5, 33, 64)),
     "pages of a tile": replace(PLAIN, page_size=64, causal=False),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import kvattn
-from kvattn import api
+from kvattn import api, forms
 from kvattn.plan import Prepared
 from kvattn.request import Request
 
@@ -129,6 +129,67 @@ def test_views_at_one_address_cannot_be_told_apart(kernel: Kernel) -> None:
 
     assert replay.record(r, launch) is None
     assert replay.record(request(), launch) is not None
+
+
+def reads(kernel: Any, tensor: Tensor) -> Any:
+    """Launch code whose kernel reads a tensor on behalf of a mod."""
+
+    def launch(r: Request) -> None:
+        target = replay.target()
+        out, _ = target.outputs(r)
+        args = (r.q, r.k_cache, r.v_cache, out, (tensor, 7), 5)
+        target.launch(kernel, (7,), args, {"SIZE": 3}, num_warps=4)
+
+    return launch
+
+
+def test_what_a_mod_captures_is_read_where_it_lies(kernel: Kernel) -> None:
+    bias, hidden = torch.randn(4), torch.randn(4)
+    r = request(score_mod=lambda s, b, h, i, j: s + bias[h])
+    recorded = replay.record(r, reads(kernel, bias))
+    assert again(recorded, request()) is not None
+    assert kernel.launched.pop()[6] == (bias.data_ptr(), 7)
+    assert replay.record(r, reads(kernel, hidden)) is None, "not seen to be captured"
+
+
+def test_mods_that_compute_the_same_on_the_same_memory_are_one_form() -> None:
+    memory = torch.randn(8)
+    bias = memory[:4]
+
+    def call(bias: Tensor, factor: float = 2.0, **more: Any) -> int:
+        r = request()
+        given: Any = {"q": r.q, "k_cache": r.k_cache, "v_cache": r.v_cache} | more
+        mod = lambda s, b, h, i, j: s * factor + bias[h]  # noqa: E731
+        kvattn.flash_attn_with_kvcache(**given, score_mod=mod)
+        return len(forms.known())
+
+    first = call(bias)
+    bias += 1
+    assert call(bias) == first, "its numbers may change"
+    assert call(bias.clone()) == first + 1
+    assert call(bias, 3.0) == first + 2
+    assert call(bias, mask_mod=lambda b, h, i, j: j < 3) == first + 3
+    assert call(memory[::2]) == first + 4, "another stride"
+    assert call(bias) == first + 4
+
+
+def test_a_known_form_calls_the_mod_of_its_own_call() -> None:
+    r = request()
+    given: Any = {"q": r.q, "k_cache": r.k_cache, "v_cache": r.v_cache}
+    called = []
+
+    class Mod:
+        def __call__(self, s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            called.append(self)
+            return s
+
+    mods = [Mod() for _ in range(3)]
+    before = len(forms.known())
+    for mod in mods:
+        called.clear()
+        kvattn.flash_attn_with_kvcache(**given, score_mod=mod, backend="reference")
+        assert called and all(x is mod for x in called)
+    assert len(forms.known()) == before + 1
 
 
 def test_other_alignment_is_left_to_the_long_way(kernel: Kernel) -> None:

@@ -39,7 +39,8 @@ def plan_of(facts: Facts) -> Plan:
 def prepare(r: Request, lasting: bool = False) -> Prepared | None:
     """The rest of a call, for tensors of its form by name; None where nothing is gained.
 
-    It holds while index tensors and rotary tables hold what they held, or always if `lasting`.
+    It holds while index tensors and rotary tables hold what they held, or always if `lasting`,
+    for calls whose mods compute the same and read the same memory.
     """
     backend = _BY_NAME[plan_of(r.facts).backend]
     return None if lasting and not backend.lasting else backend.prepare(r)

@@ -20,6 +20,8 @@ _ROWS = 64  # packed query rows of a kv head, on average, from which this backen
 _PROGRAMS = 64  # row tiles that keep half of the processors busy
 _NARROW = 512  # keys of a window up to which, at head dim 64, half of a tile is wasted
 _LONG = 4096  # keys from which splitting them among the idle ones pays
+_CAP = 128.0  # larger softcaps need tanh near 0 more exactly than the kernels have it
+_BOUND = 52.0  # softcaps with which triton needs no maximum of a row
 _BATCH = 4096  # sequences: finding a row tile's sequence reads all their borders
 _ELSEWHERE = (
     *(("qv", "a second query qv"), ("rel_bias", "a relative bias"), ("sfq", "MXFP8 scales")),
@@ -93,6 +95,8 @@ def _tensors_refuse(facts: Facts) -> str | None:
 def _shapes_refuse(facts: Facts) -> str | None:
     dim = facts.tensor("q").shape[-1]
     _, size, _, dim_v = _slots(facts)
+    if facts.option("softcap") > _CAP:
+        return f"a softcap beyond {_CAP:g} needs a tanh more exact than the kernel's"
     if dim > 256:
         return f"head dim {dim} exceeds 256"
     if max(64, dim_v) > _padded(dim):
@@ -124,6 +128,9 @@ def _rows_refuse(facts: Facts, few_rows: str) -> str | None:
     rows = tokens * q[-2] // _slots(facts)[2]
     if rows < _ROWS:
         return few_rows
+    plain = not facts.has("alibi_slopes")
+    if plain and 0 < facts.option("softcap") <= _BOUND and max(q[-1], _slots(facts)[3]) <= 128:
+        return "a softcap at head dims up to 128 is faster in the triton backend"
     left = facts.option("window")[0]
     if q[-1] <= 64 and left is not None and left < _NARROW:
         return f"a window of {left + 1} keys at head dim {q[-1]} is faster in the triton backend"

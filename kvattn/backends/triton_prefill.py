@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -16,6 +17,8 @@ from kvattn.kernels.prefill import prefill as _prefill
 from kvattn.request import Request
 
 _CACHED = 32 << 20  # bytes of keys and values that stay in the L2 cache together
+_CAP = 128.0  # larger softcaps need tanh near 0 more exactly than this kernel has it
+_BOUND = 52.0  # of scores: e^52 and e^-52 times a number are both in the range of bf16
 _WIDE = 1 << 31  # bytes of a cache from which offsets take 64 bits
 
 
@@ -40,12 +43,11 @@ def takes(r: Request) -> bool:
     others = (r.qv, r.rel_bias, r.alibi_slopes, r.mask_mod, r.block_sparse, r.gather_kv_indices)
     if any(x is not None for x in (*scales, *others)):
         return False
-    if r.batch_invariant or r.softmax_scale <= 0 or not launch.copyable(r):
+    if r.softcap > _CAP or r.batch_invariant or r.softmax_scale <= 0 or not launch.copyable(r):
         return False
     if any(x is not None and x.numel() == 0 for x in (q, k, v, r.page_table)):
         return False
-    (da, db), (va, vb) = launch.halves(q.shape[-1]), launch.halves(v.shape[-1])
-    if db or vb or max(da, va) > 128 or min(da, va) < 32:
+    if not all(16 < x.shape[-1] <= 128 for x in (q, v)):
         return False
     if _longest(r) * (r.heads // r.kv_heads) <= 32:  # tiles of queries would be almost empty
         return False
@@ -89,6 +91,12 @@ def _share(r: Request, dims: int) -> int:
     if r.window[1] is None and share > 8:  # all tiles are equally long: head by head
         return 1
     return share
+
+
+def _bound(r: Request, score: Any) -> float:
+    """What no score exceeds, if probabilities fit in bf16 without a maximum taken off; or 0."""
+    bound = r.softcap if score is None or r.softcap > 0 else score.bound
+    return bound if bound <= _BOUND and r.pool.dtype == torch.bfloat16 else 0.0
 
 
 def _reach(r: Request) -> float:
@@ -135,6 +143,7 @@ def attend(r: Request, out: Tensor, lse: Tensor, tiles: Tiles | None = None) -> 
     share = tiles.share or _share(r, da + va)
     stride, lines, blocks, size = launch.table(r)
     score = launch.lowered(r).score
+    bound = _bound(r, score)
     lead: tuple[int, ...] = (0,) if ragged else ()
     arguments = (
         q, k_cache, r.pool, *boxes, out, lse if r.return_lse else None,
@@ -147,7 +156,7 @@ def attend(r: Request, out: Tensor, lse: Tensor, tiles: Tiles | None = None) -> 
         (*lead, *out.stride()[:-1]), (*lead, *lse.stride()),
         stride, r.batch, count // r.batch, total, launch.fresh(r), r.capacity, lines, blocks,
         0 if r.rotary_cos is None else r.rotary_cos.shape[0], share,
-        r.softmax_scale, r.softcap, left or 0, right or 0, r.attention_chunk,
+        r.softmax_scale, r.softcap, bound, left or 0, right or 0, r.attention_chunk,
     )  # fmt: skip
     constants = {
         "HEADS": heads, "GROUP": group, "PAGE": size, "D": d, "DA": da, "DV": dv, "VA": va,
@@ -156,7 +165,7 @@ def attend(r: Request, out: Tensor, lse: Tensor, tiles: Tiles | None = None) -> 
         "INCLUDED": r.slot_mapping is not None,
         "HAS_LEFT": left is not None, "HAS_RIGHT": right is not None,
         "CHUNKED": r.attention_chunk > 0, "CAPPED": r.softcap > 0,
-        "SCORE_MOD": None if score is None else score.function,
+        "SCORE_MOD": None if score is None else score.function, "BOUNDED": bound > 0,
         "BM": tiles.rows, "BN": tiles.keys, "NARROW": _reach(r) <= 8 * tiles.keys,
         "WIDE": max(checks.extent(k_cache), checks.extent(r.pool)) >= _WIDE,
         "EPS": launch.eps(r),

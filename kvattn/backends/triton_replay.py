@@ -19,6 +19,7 @@ from triton.runtime import driver
 
 from kvattn import checks, values
 from kvattn.backends.triton_direct import Box, Launch, prepared
+from kvattn.mods.fingerprint import captured
 from kvattn.plan import Prepared
 from kvattn.request import NAMES, Request
 
@@ -120,6 +121,8 @@ class Recording(Live):
         self.launches: list[Launch] = []
         self.sources: list[str | int] = []  # of every address: a tensor's name, or a fresh one
         self.replayable = True
+        seen = captured([r.score_mod, r.mask_mod, r.aux_tensors], r.lead.device)
+        self.captured = [] if seen is None else seen[1]
 
     def outputs(self, r: Request) -> tuple[Tensor, Tensor]:
         out, lse = r.outputs()
@@ -157,9 +160,16 @@ class Recording(Live):
             elif isinstance(getattr(value, "base", None), Tensor):
                 holes.append((position, self._source(value.base)))
                 values[position] = Box(value)
-            elif isinstance(value, tuple) and any(isinstance(x, Tensor) for x in value):
-                self.replayable = False
+            elif isinstance(value, tuple):
+                values[position] = tuple([self._read(x) for x in value])
         self.launches.append(prepared(compiled, grid, values, holes))
+
+    def _read(self, x: Any) -> Any:
+        """A number as it is; the address of a tensor that a mod has captured, part of the form."""
+        if not isinstance(x, Tensor):
+            return x
+        self.replayable &= any(x is tensor for tensor in self.captured)
+        return x.data_ptr()
 
     def _source(self, tensor: Tensor) -> int:
         """The number of the address that an argument is."""

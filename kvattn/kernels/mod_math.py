@@ -6,13 +6,11 @@ int32, int64, fp32 or fp64; relative errors are below 1e-6 in fp32 unless a func
 
 from __future__ import annotations
 
-import os
-
-import torch
 import triton
 import triton.language as tl
 
-_PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1" and torch.version.hip is None)
+from kvattn.kernels import tile
+
 _READ = tl.constexpr("""{
     .reg .pred inside;
     setp.ne.b32 inside, $2, 0;
@@ -34,7 +32,7 @@ def fetch(at, inside):
     the scores', and stage it through shared memory four bytes at a time.
     """
     WORDS: tl.constexpr = at.dtype.element_ty.primitive_bitwidth == 32
-    if _PTX and WORDS and _for_scores(at):
+    if tile.PTX and WORDS and _for_scores(at):
         return tl.inline_asm_elementwise(
             _READ, "=r,l,r", [at.to(tl.int64), inside.to(tl.int32)],
             dtype=at.dtype.element_ty, is_pure=True, pack=1,
@@ -133,13 +131,31 @@ def shift_right(x, n, BITS: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """No overflow, and small arguments keep their relative accuracy."""
-    a = tl.abs(x)
-    t = tl.exp2(a * -2.8853900817779268)
-    s = a * a
-    near = a + a * s * (-0.3333333333333333 + s * (0.13333333333333333 - s * 0.05396825396825397))
-    y = tl.where(a < 0.2, near, (1.0 - t) / (1.0 + t))
-    return tl.where(x < 0, -y, y)
+    """A quotient of polynomials, fitted to a relative error of 1.3e-6; 1 from 7.2 on."""
+    x = minimum(maximum(x, -7.2), 7.2)
+    z = x * x
+    p = 2.271486216718949e-3 + z * 3.8919301999502455e-6
+    p = 0.9999987837086709 + z * (0.12298248038942235 + z * p)
+    q = 2.1051819587076463e-2 + z * 1.4161436615467405e-4
+    q = 1.0 + z * (0.4563067121855403 + z * q)
+    return x * p * tile.reciprocal(q)
+
+
+@triton.jit
+def tanh_approx(x):
+    """By one instruction where there is one, off by 2^-11 of the value."""
+    if tile.PTX and x.dtype == tl.float32:
+        return tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tanh(x)
+
+
+@triton.jit
+def softcap(x, rate: tl.constexpr, cap: tl.constexpr):
+    """cap * tanh(x * rate) of scores, off by at most 2e-6 * cap: for caps up to 128."""
+    return tile.capped(x, rate * 2.8853900817779268, cap)
 
 
 @triton.jit

@@ -123,22 +123,30 @@ def _scores(
     q, k, j, scale, softcap, b, heads, token, q_first, k_first, q_len, keys, SCORE_AUX,
     SCORE_MOD: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """What the softmax takes times a factor: products, or scores that a mod or a cap changed."""
+    """What the softmax takes times a factor: products, or scores that a mod or a cap changed.
+
+    Scores with a cap lack it, and are counted in units of twice the cap.
+    """
     s = tl.dot(q, tl.trans(k))
     if SCORE_MOD is not None:
         s = SCORE_MOD(s * scale, b.to(tl.int32), heads[:, None].to(tl.int32), token[:, None],
                       j[None, :], q_first, k_first, q_len, keys, SCORE_AUX)  # fmt: skip
         s = s.to(tl.float32)
-        if CAPPED:
-            s = tile.tanh(s / softcap)
-    elif CAPPED:
-        s = tile.tanh(s * (scale / softcap))
+        scale = 1.0
+    if CAPPED:
+        s = tile.below_cap(s, scale * (2.8853900817779268 / softcap), 1.0)
     return s
 
 
 @triton.jit
-def _step(s, v, m, l, acc, factor):
-    """Takes one tile into the running softmax; m is in units of log2."""
+def _step(s, v, m, l, acc, factor, top, BOUNDED: tl.constexpr):
+    """Takes one tile into the running softmax; m and top are in units of log2.
+
+    Scores with a bound need no maxima and no second look at what was summed before.
+    """
+    if BOUNDED:
+        p = tl.exp2(s * factor - top)
+        return m, l + tl.sum(p, 1), tl.dot(p.to(v.dtype), v, acc)
     m_new = tl.maximum(m, tl.max(s, 1) * factor)
     safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s * factor - safe[:, None])
@@ -155,12 +163,12 @@ def prefill(
     COS, SIN, BASES, Q_NORM, SINKS, SCORE_AUX,
     q_strides, k_strides, v_strides, out_strides, lse_strides,
     table_stride, batch, tiles, queries, steps, capacity, rows, blocks, positions, share,
-    scale, softcap, left, right, chunk,
+    scale, softcap, limit, left, right, chunk,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     D: tl.constexpr, DA: tl.constexpr, DV: tl.constexpr, VA: tl.constexpr,
     HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ADVANCE: tl.constexpr, INCLUDED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CHUNKED: tl.constexpr,
-    CAPPED: tl.constexpr, SCORE_MOD: tl.constexpr,
+    CAPPED: tl.constexpr, SCORE_MOD: tl.constexpr, BOUNDED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr,
     EPS: tl.constexpr,
 ):  # fmt: skip
@@ -276,9 +284,14 @@ def prefill(
     LOG2E: tl.constexpr = 1.4426950408889634
     factor = scale * LOG2E
     if CAPPED:
-        factor = softcap * LOG2E
+        factor = softcap * (2.0 * LOG2E)
     elif SCORE_MOD is not None:
         factor = LOG2E
+    top = 0.0
+    if BOUNDED:  # the smallest probability is 2^-120, the largest 1 for bounds up to 41
+        top = tl.minimum(limit * LOG2E, 120.0 - limit * LOG2E)
+        if CAPPED:
+            top -= limit * LOG2E
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, VA], tl.float32)
@@ -314,7 +327,7 @@ def prefill(
                     V, V_BOX, pages, n, lane, start, box_line, k_first + start, head, v_strides,
                     va, blocks, DV, VA, PAGE, BN, PAGED, PADDED, WIDE,
                 )  # fmt: skip
-                m, l, acc = _step(s, v, m, l, acc, factor)
+                m, l, acc = _step(s, v, m, l, acc, factor, top, BOUNDED)
     # --- the end of the sequence, and what lies before a window: at most a tile of each
     for e in tl.range(first_edge, first_edge + edges, num_stages=1):
         n = begin
@@ -337,7 +350,11 @@ def prefill(
         rows_at = _offsets(pages, n, lane, start, v_strides, blocks,
                            PAGE, BN, PAGED, PADDED, WIDE)  # fmt: skip
         v = _rows(V, rows_at, va, ok, DV, VA, True)
-        m, l, acc = _step(s, v, m, l, acc, factor)
+        m, l, acc = _step(s, v, m, l, acc, factor, top, BOUNDED)
+    if BOUNDED:
+        m = tl.where(l > 0.0, top, float("-inf"))
+    if CAPPED:
+        m += softcap * LOG2E
     combine.finish(
         OUT, LSE, SINKS, m, l, acc, acc, r, q_len, q_first, b, head, active, 1.0,
         out_strides, lse_strides, GROUP, VA, 0, DV,

@@ -3,8 +3,13 @@
 FP8 is decoded and encoded in integer arithmetic: the same bits on every GPU, native FP8 or not.
 """
 
+import os
+
+import torch
 import triton
 import triton.language as tl
+
+PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1" and torch.version.hip is None)
 
 # KIND, how a cache's elements are stored: 0 wide floats, 1 e4m3 and 2 e5m2 as bytes, 3 int8.
 
@@ -264,6 +269,38 @@ def tanh(x):
     series = (series * square - 1.0 / 3.0) * square * x + x
     far = 1.0 - 2.0 / (tl.exp2(tl.minimum(size, 20.0) * 2.8853900817779268) + 1.0)
     return tl.where(size < 0.35, series, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x within 1 ulp for fp32 that is not denormal, by one instruction where there is one."""
+    if PTX and x.dtype == tl.float32:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1.0 / x
+
+
+@triton.jit
+def below_cap(x, rate, size):
+    """size * (tanh(x * rate / 2.885) - 1) / 2 in fp32, off by at most 1e-6 * size.
+
+    2.885 is 2 * log2(e). Near 0 it has no relative accuracy: for caps up to 128 only. The
+    reciprocal of 1 + e^2x is a guess by bits and a polynomial: special functions run short.
+    """
+    a = 1.0 + tl.exp2(tl.minimum(x * rate, 60.0, propagate_nan=tl.PropagateNan.ALL))
+    guess = (0x7EF31000 - a.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    rest = 1.0 - a * guess
+    p = rest * (-1.0026876726928229 * size) - 1.0025565432630816 * size
+    p = rest * (rest * p - 0.9999990178309763 * size) - 0.9999991845731803 * size
+    return p * guess
+
+
+@triton.jit
+def capped(x, rate, cap):
+    """cap * tanh(x * rate / 2.885), off by at most 2e-6 * cap."""
+    return cap + below_cap(x, rate, 2.0 * cap)
 
 
 @triton.jit

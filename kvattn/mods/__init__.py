@@ -29,6 +29,7 @@ from torch import Tensor
 
 from kvattn.errors.mod_kinds import IntervalError, TritonMissingError
 from kvattn.errors.option_kinds import ModCallableError
+from kvattn.mods.approximate import tanh_approx
 from kvattn.mods.fingerprint import Fingerprint, arity
 from kvattn.mods.lowering import Layout, fill, layouts
 from kvattn.mods.tracing import SeqlenInfo, Trace, trace
@@ -41,6 +42,7 @@ __all__ = [
     "lower_interval",
     "lower_mask_mod",
     "lower_score_mod",
+    "tanh_approx",
 ]
 
 Mod = Callable[..., Any]
@@ -56,6 +58,7 @@ class Lowered(NamedTuple):
         sizes: integers that follow the pointers in ``aux``.
         key: equal keys compile to the same code, given the same kernel.
         source: the text of the function.
+        bound: what the size of a result is known not to exceed; 0 if that is not known.
     """
 
     function: Any
@@ -63,6 +66,7 @@ class Lowered(NamedTuple):
     sizes: tuple[int, ...]
     key: Hashable
     source: str
+    bound: float = 0.0
 
     @property
     def aux(self) -> tuple[Tensor | int, ...]:
@@ -183,7 +187,8 @@ def _lower(
     now = layouts(tensors)
     form = _form(found.text, now, now != layout)
     aligned = tuple([x.data_ptr() % 16 == 0 for x in tensors])
-    return Lowered(form.function, tensors, form.sizes, (form.key, aligned), form.source)
+    known = form.key, aligned
+    return Lowered(form.function, tensors, form.sizes, known, form.source, found.bound)
 
 
 def _traced(

@@ -102,6 +102,16 @@ class Fingerprint:
         return type(x), x
 
 
+def captured(mods: Any, device: torch.device) -> tuple[Hashable, list[Tensor]] | None:
+    """A key of what mods compute on tensors like those that they read, and these tensors.
+
+    None where something that was captured could not be looked into.
+    """
+    seen = Fingerprint(device)
+    key = seen.of(mods)
+    return (key, seen.tensors) if seen.complete else None
+
+
 def _package(x: Any) -> str:
     name = x.__name__ if isinstance(x, ModuleType) else x.__module__
     return str(name).partition(".")[0]

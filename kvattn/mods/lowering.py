@@ -53,6 +53,9 @@ class Value(NamedTuple):
     natural: bool = False  # never negative
     scalar: bool = False  # one for all
     literal: float | None = None
+    product: tuple[str, float] | None = None  # of a score's fp32 value and a number
+    tanh: tuple[str, float] | None = None  # of such a product
+    bound: float = 0.0  # its size is known not to exceed; 0 if unknown
 
 
 class Spot(NamedTuple):
@@ -85,6 +88,7 @@ class Body:
         self.lines: list[str] = []
         self.indices: set[Node] = set()  # the mod's arguments other than the score
         self.key = ""  # the name of the key's index
+        self.bound = 0.0  # of the size of results; 0 if unknown
         self.fixed = False  # the text holds for these sizes of captured tensors only
         self._names = (f"x{i}" for i in itertools.count())
 

@@ -7,11 +7,14 @@ torch computes; `math` in the text is kvattn.kernels.mod_math.
 from __future__ import annotations
 
 import math
+from typing import TypeGuard
 
 import torch
 from torch.fx import Node
 
 from kvattn.mods.lowering import Body, Operand, Rule, Value, dtype_of, literal, meta
+
+_CAP = 128.0  # up to it c * tanh(s / c) may be off by 2e-6 * c
 
 
 def _natural(x: Operand) -> bool:
@@ -124,6 +127,45 @@ def _quotient(body: Body, dtype: torch.dtype, x: Operand, y: Operand, exact: boo
     return f"{a} / {b}"
 
 
+def _multiply(body: Body, node: Node, x: Operand, y: Operand) -> Value:
+    """c * tanh(s / c) becomes one function: a softcap's error is that of its bound c."""
+    number, other = (_known(y), x) if _known(x) is None else (_known(x), y)
+    tanh = other.tanh if isinstance(other, Value) else None
+    if tanh is not None and number is not None and abs(number) <= _CAP:
+        inner, rate = tanh
+        code = f"math.softcap({inner}, {rate!r}, {literal(number, torch.float32)})"
+        return body.let(code, torch.float32, other)._replace(bound=abs(float(number)))
+    product = _simple("{0} * {1}", on_bool="{0} & {1}", keeps_sign=True)(body, node, x, y)
+    if isinstance(other, Value) and number is not None:
+        product = product._replace(bound=other.bound * abs(float(number)))
+    return _product_of(product, other, number)
+
+
+def _moderate(number: float | None) -> TypeGuard[float]:
+    """Whether products with it neither overflow nor vanish."""
+    return number is not None and 1e-6 < abs(number) < 1e6
+
+
+def _is_score(x: Operand) -> TypeGuard[Value]:
+    return isinstance(x, Value) and x.smooth and x.dtype == torch.float32
+
+
+def _product_of(result: Value, x: Operand, number: float | None) -> Value:
+    """The result, which remembers what it is the product of: tanh folds numbers."""
+    if _is_score(x) and result.dtype == torch.float32 and _moderate(number):
+        return result._replace(product=(x.code, float(number)))
+    return result
+
+
+def _tanh(body: Body, node: Node, x: Operand) -> Value:
+    result = _simple("math.tanh({0})")(body, node, x)
+    return result._replace(tanh=x.product or (x.code, 1.0)) if _is_score(x) else result
+
+
+def _tanh_approx(body: Body, node: Node, x: Operand) -> Value:
+    return _simple("math.tanh_approx({0})")(body, node, x)._replace(bound=1.0)
+
+
 def _divide(body: Body, node: Node, x: Operand, y: Operand) -> Value:
     mode, dtype = node.kwargs.get("rounding_mode"), dtype_of(node)
     if mode == "floor":
@@ -131,6 +173,9 @@ def _divide(body: Body, node: Node, x: Operand, y: Operand) -> Value:
     if mode == "trunc" and not dtype.is_floating_point:
         return body.let(f"{body.cast(x, dtype)} // {body.cast(y, dtype)}", dtype, x, y)
     value = body.let(_quotient(body, dtype, x, y, exact=mode == "trunc"), dtype, x, y)
+    known = _known(y)
+    if mode is None and known:
+        return _product_of(value, x, 1 / known)
     return body.let(f"math.trunc({value.code})", dtype, x, y) if mode == "trunc" else value
 
 
@@ -314,7 +359,6 @@ POINTWISE: dict[str, Rule] = {
             "cos": "tl.cos",
             "rsqrt": "tl.rsqrt",
             "erf": "tl.erf",
-            "tanh": "math.tanh",
             "sigmoid": "math.sigmoid",
             "expm1": "math.expm1",
             "log1p": "math.log1p",
@@ -346,7 +390,9 @@ POINTWISE: dict[str, Rule] = {
     "add": _sum("+"),
     "sub": _sum("-"),
     "rsub": _reverse_sub,
-    "mul": _simple("{0} * {1}", on_bool="{0} & {1}", keeps_sign=True),
+    "mul": _multiply,
+    "tanh": _tanh,
+    "kvattn.tanh_approx.default": _tanh_approx,
     "div": _divide,
     "floor_divide": _floor_divide,
     "remainder": _remainder,

@@ -46,6 +46,7 @@ class Trace(NamedTuple):
     slots: tuple[int | Tensor, ...]  # which of the captured tensors, or a constant of the mod
     fixed: bool  # holds for the traced sizes of the captured tensors only
     closed: bool  # reads nothing but the tensors it was told of
+    bound: float  # what the size of a result is known not to exceed; 0 if unknown
 
 
 def trace(
@@ -90,9 +91,9 @@ def _recorded(
     places = (*coordinates, *SeqlenInfo._fields)
     graph = _graph(run, argument, places, tile)
     slots, captured, closed = _captures(graph, argument, known, device)
-    lines, fixed = translate(graph.graph, places, captured, argument)
+    lines, fixed, bound = translate(graph.graph, places, captured, argument)
     text = f"def {argument}({', '.join(places)}, aux):\n{lines}\n"
-    return Trace(text, slots, fixed, closed), recorder.reads_sizes
+    return Trace(text, slots, fixed, closed, bound), recorder.reads_sizes
 
 
 def _input(name: str, tile: tuple[int, int]) -> Tensor:

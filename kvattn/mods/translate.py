@@ -23,8 +23,8 @@ _RESULTS = {
 
 def translate(
     graph: Graph, places: Sequence[str], captured: Mapping[Node, int | Value], argument: str
-) -> tuple[str, bool]:
-    """The text of the device function, and whether it holds for the traced sizes only.
+) -> tuple[str, bool, float]:
+    """The text of a device function, whether it holds for the traced sizes only, and a bound.
 
     Args:
         graph: a traced mod.
@@ -49,7 +49,7 @@ def translate(
             body.lines.append(f"return {', '.join(texts)}")
         else:
             env[node] = _call(body, env, node)
-    return "\n".join(f"    {line}" for line in body.lines), body.fixed
+    return "\n".join(f"    {line}" for line in body.lines), body.fixed, body.bound
 
 
 def used(graph: Graph) -> set[Node]:
@@ -83,6 +83,7 @@ def _result(body: Body, env: Mapping[Node, Operand], result: Any) -> str:
     if not isinstance(x, Value):
         raise ModReturnError(body.argument, type(result).__name__, "a tensor or a number")
     code = body.cast(x, dtype)
+    body.bound = x.bound
     if x.literal is not None:
         code = f"tl.full([1, 1], {code}, {triton_type})"
     return f"tl.broadcast({code}, {whole})[0]"
