@@ -490,11 +490,15 @@ def _assembly(text: str, constraints: str, values: list[Value], **_: Any) -> Any
     if kind == "mov.b32":
         halves = values[0].data.contiguous().unsqueeze(-1).view(torch.int16)
         return Value(halves[..., 0]), Value(halves[..., 1])
-    number, threads = (int(x) for x in rest.split(","))
+    if "vote" in text:  # products with factors
+        return values[0] * values[1]
+    if "nanosleep" in text:  # a loop that never runs
+        return values[0]
+    number, threads = (int(x) for x in rest.replace("$1", str(_raw((values or [0])[0]))).split(","))
     with _lock:
         state = _program.named.setdefault(number, [0, 0])
         generation = state[1]
-        state[0] += 128
+        state[0] += _own.threads
         assert state[0] <= threads, "more arrivals than the named barrier counts"
         if state[0] == threads:
             state[:] = [0, generation + 1]
@@ -505,8 +509,8 @@ def _assembly(text: str, constraints: str, values: list[Value], **_: Any) -> Any
 def _warp_specialize(partitions: Any, warps: list[int], registers: list[int]) -> None:
     program = _program
 
-    def run(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        _own.issued = []
+    def run(function: Callable[..., None], arguments: tuple[Any, ...], warps: int) -> None:
+        _own.issued, _own.threads = [], 32 * warps
         try:
             function(*arguments)
             assert not _own.issued, "a wgmma is never waited for"
@@ -514,7 +518,10 @@ def _warp_specialize(partitions: Any, warps: list[int], registers: list[int]) ->
             if program.error is None:
                 program.error = error
 
-    threads = [threading.Thread(target=run, args=part) for part in partitions]
+    threads = [
+        threading.Thread(target=run, args=(*part, n))
+        for part, n in zip(partitions, [4, *warps], strict=True)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

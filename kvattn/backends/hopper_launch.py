@@ -36,6 +36,7 @@ class Tiling:
     registers: int = 240
     copy_registers: int = 24
     ping_pong: bool = True
+    q_loaded: bool = False  # queries in registers while they are multiplied
 
 
 def tiling(r: Request) -> Tiling:
@@ -47,13 +48,13 @@ def tiling(r: Request) -> Tiling:
     if d > 128:
         return Tiling(keys=64, stages=2, q_stages=1)
     if edited(r):
-        return Tiling(keys=64, stages=2 if d > 64 else 4, q_stages=2)
+        return Tiling(keys=64, stages=2 if d > 64 else 3, q_stages=2, q_loaded=True)
     if r.paged and r.page_size < 128:
-        registers, stages = (232, 2) if d > 64 else (208, 4)
+        registers, stages = (232, 2) if d > 64 else (208, 3)
         return Tiling(128, stages, 2, registers=registers, copy_registers=504 - 2 * registers)
     if d == 64 and _rows(r) >= _LONG:
         return Tiling(128, stages=3, q_stages=2, groups=3, registers=160, copy_registers=32)
-    return Tiling(keys=128, stages=2 if d > 64 else 4, q_stages=2)
+    return Tiling(keys=128, stages=2 if d > 64 else 3, q_stages=2, q_loaded=True)
 
 
 def padded(dim: int) -> int:
@@ -89,7 +90,7 @@ def form(r: Request, tiles: Tiling) -> Form:
         INCLUDED=r.slot_mapping is not None, LEFT=left is not None, RIGHT=right is not None,
         CHUNKED=r.attention_chunk > 0, EDITED=edited(r), CAPPED=r.softcap > 0,
         LOW=left is not None or r.attention_chunk > 0 or r.cache_leftpad is not None,
-        PING_PONG=tiles.ping_pong,
+        PING_PONG=tiles.ping_pong, Q_LOADED=tiles.q_loaded,
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The copying warp: it deals out the work and keeps rings of Q, K and V tiles full through TMA."""
 
 from kvattn.kernels.hopper.compat import gl, gluon, load_box, mbarrier
-from kvattn.kernels.hopper.parts import FIELDS, PIECES, slot_of
+from kvattn.kernels.hopper.parts import FIELDS, PIECES, hand_over, slot_of
 from kvattn.kernels.hopper.schedule import work_of
 
 
@@ -35,10 +35,12 @@ def _first_slot(tile, w, n, form: gl.constexpr):
 
 
 @gluon.jit
-def _load_tile(desc, ring, places, slot_first, count, head, form: gl.constexpr):
+def _load_tile(desc, ring, places, slot_first, count, head, V: gl.constexpr,
+               form: gl.constexpr):  # fmt: skip
     STAGES: gl.constexpr = form.STAGES
-    slot, turn = slot_of(count, STAGES)
-    mbarrier.wait(ring.empty.index(slot), turn ^ 1)
+    slot, _ = slot_of(count, STAGES)
+    if count >= STAGES:
+        hand_over("sync", slot, V, form)
     BOXES: gl.constexpr = form.BN // form.BOX
     if BOXES == 1:
         mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
@@ -116,15 +118,15 @@ def copy(tensors, rings, at, n, bounds, COUNTER, form: gl.constexpr):
         tile = w.last - 1
         places = _places(tile, w, at.PAGES, n, form)
         slot = _first_slot(tile, w, n, form)
-        _load_tile(tensors.k, rings.k, places, slot, keys, head, form)
+        _load_tile(tensors.k, rings.k, places, slot, keys, head, 0, form)
         _load_queries(w, count, tensors, rings.q, at, n, form)
         after = places
         if tile > w.first:
             after = _places(tile - 1, w, at.PAGES, n, form)
             slot = _first_slot(tile - 1, w, n, form)
-            _load_tile(tensors.k, rings.k, after, slot, keys + 1, head, form)
+            _load_tile(tensors.k, rings.k, after, slot, keys + 1, head, 0, form)
         slot = _first_slot(tile, w, n, form)
-        _load_tile(tensors.v, rings.v, places, slot, keys, head, form)
+        _load_tile(tensors.v, rings.v, places, slot, keys, head, 1, form)
         keys += 1
         coming, more = _next_piece(at, n, bounds, COUNTER, form)
         tile -= 1
@@ -133,9 +135,9 @@ def copy(tensors, rings, at, n, bounds, COUNTER, form: gl.constexpr):
             if tile > w.first:
                 after = _places(tile - 1, w, at.PAGES, n, form)
                 slot = _first_slot(tile - 1, w, n, form)
-                _load_tile(tensors.k, rings.k, after, slot, keys + 1, head, form)
+                _load_tile(tensors.k, rings.k, after, slot, keys + 1, head, 0, form)
             slot = _first_slot(tile, w, n, form)
-            _load_tile(tensors.v, rings.v, places, slot, keys, head, form)
+            _load_tile(tensors.v, rings.v, places, slot, keys, head, 1, form)
             keys += 1
             tile -= 1
         w = coming

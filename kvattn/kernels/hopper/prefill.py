@@ -56,9 +56,7 @@ def prefill(
     q_full = barriers(form.Q_STAGES * GROUPS, 1)
     q_empty = barriers(form.Q_STAGES * GROUPS, 1)
     k_full = barriers(STAGES, 1)
-    k_empty = barriers(STAGES, 128 * GROUPS)
     v_full = barriers(STAGES, 1)
-    v_empty = barriers(STAGES, 128 * GROUPS)
     work = Ring(news, barriers(PIECES, 1), barriers(PIECES, GROUPS))
     fence_async_shared()
     tensors = Tensors(
@@ -70,10 +68,10 @@ def prefill(
               page_size, table_stride)  # fmt: skip
     bounds = Bounds(left, right, chunk)
     scaling = Scaling(scale, softcap, factor)
-    boxes = Rings(Ring(q_data, q_full, q_empty), Ring(k_data, k_full, k_empty),
-                  Ring(v_data, v_full, v_empty), work)  # fmt: skip
-    rings = Rings(boxes.q, Ring(_tiles(k_data, form.D, form), k_full, k_empty),
-                  Ring(_tiles(v_data, form.DV, form), v_full, v_empty), work)  # fmt: skip
+    boxes = Rings(Ring(q_data, q_full, q_empty), Ring(k_data, k_full, None),
+                  Ring(v_data, v_full, None), work)  # fmt: skip
+    rings = Rings(boxes.q, Ring(_tiles(k_data, form.D, form), k_full, None),
+                  Ring(_tiles(v_data, form.DV, form), v_full, None), work)  # fmt: skip
     if GROUPS == 2:
         gl.warp_specialize([
             (compute, (tensors, rings, bounds, scaling, 0, form)),

@@ -26,6 +26,7 @@ class Form(NamedTuple):
     EDITED: bool  # scores are changed before the softmax
     CAPPED: bool
     PING_PONG: bool
+    Q_LOADED: bool  # queries in registers while they are multiplied
 
 
 class Index(NamedTuple):

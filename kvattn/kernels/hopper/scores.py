@@ -100,31 +100,64 @@ def _row_max(s):
 
 
 @gluon.jit
-def _row_sum(s):
+def _thread_sums(s):
+    """[M, 4]: what each of a row's four threads has."""
     if s.shape[1] >= 64:
         a, b = _halves(s)
         s = a + b
     if s.shape[1] >= 64:
         a, b = _halves(s)
         s = a + b
-    return gl.sum(s, 1)
+    return gl.sum(gl.sum(s.reshape([s.shape[0], s.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
 def softmax(s, m, factor, ROWS: gl.constexpr, MASKED: gl.constexpr):
     """One tile: new maxima, the factor for what was summed before, sums, probabilities.
 
-    `factor` takes scores to units of log2.
+    `factor` takes scores to units of log2. A maximum stays as it was until it is 8 of them too
+    low: probabilities up to 256 cost no accuracy, and O is seldom multiplied.
     """
     top = gl.maximum(m, gl.convert_layout(_row_max(s), ROWS, assert_trivial=True))
+    grown = (top - m) * factor > 8.0
+    top = gl.where(grown, top, m)
     safe = top
     if MASKED:
         safe = gl.where(top == float("-inf"), 0.0, top)
     shift = safe * factor
-    alpha = gl.exp2(m * factor - shift)
+    alpha = gl.where(grown, gl.exp2(m * factor - shift), 1.0)
     shift = gl.convert_layout(shift, gl.SliceLayout(1, s.type.layout), assert_trivial=True)
     p = gl.exp2(s * factor - shift[:, None])
-    return top, alpha, gl.convert_layout(_row_sum(p), ROWS, assert_trivial=True), p
+    return top, alpha, _thread_sums(p), p
+
+
+@gluon.constexpr_function
+def _unless_one(count):
+    """`count` products with one of two factors, if one of a warp's is not 1."""
+    start = (
+        f".reg .pred p, q; setp.neu.f32 p, ${2 * count}, 0f3F800000;",
+        f"setp.neu.f32 q, ${2 * count + 2}, 0f3F800000; or.pred p, p, q;",
+        "vote.sync.any.pred p, p, 0xffffffff; @!p bra same;",
+    )
+    products = (f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
+    return "\n\t".join(("{", *start, *products, "same:", "}"))
+
+
+@gluon.constexpr_function
+def _in_place(count):
+    """Constraints of `count` numbers that are changed and as many that are read."""
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
+@gluon.jit
+def rescale(o, alpha):
+    """O times alpha."""
+    COUNT: gl.constexpr = o.shape[1] // 2
+    TEXT: gl.constexpr = _unless_one(COUNT)
+    OPERANDS: gl.constexpr = _in_place(COUNT)
+    return gl.inline_asm_elementwise(
+        TEXT, OPERANDS, [o, alpha[:, None]], dtype=gl.float32, is_pure=True, pack=COUNT
+    )
 
 
 @gluon.jit
