@@ -127,6 +127,9 @@ class Pointer:
     def __add__(self, more: Any) -> Pointer:
         return Pointer(self.tensor, _raw(Value(self.offset) + more))
 
+    def to(self, dtype: torch.dtype, bitcast: bool) -> Pointer:
+        return self
+
     def memory(self) -> Tensor:
         t = self.tensor
         size = t.untyped_storage().nbytes() // t.itemsize - t.storage_offset()
@@ -459,11 +462,11 @@ def _store(pointer: Pointer, value: Value, mask: Any = None) -> None:
     memory[at[used]] = values[used]
 
 
-def _atomic_add(pointer: Pointer, more: int) -> Value:
+def _atomic_add(pointer: Pointer, more: Any) -> Value:
     with _lock:
         memory = pointer.memory()
         old = int(memory[_number(pointer.offset)])
-        memory[_number(pointer.offset)] += more
+        memory[_number(pointer.offset)] += _number(more)
         return Value(old)
 
 
@@ -483,6 +486,8 @@ def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Bars | Numbe
 def _assembly(text: str, constraints: str, values: list[Value], **_: Any) -> Any:
     """What kernels write in assembly: named barriers, two 16-bit numbers in a register."""
     kind, rest = text.split(";")[0].split(" ", 1)
+    if kind.startswith("prefetch"):
+        return None
     if kind.startswith("cvt.rn"):
         dtype = torch.bfloat16 if "bf16x2" in kind else torch.float16
         low, high = (x.data.to(dtype) for x in values)
@@ -548,11 +553,11 @@ class Kernel:
         return self
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*args: Any) -> None:
+        def launch(*args: Any, num_warps: int = 4, **constants: Any) -> None:
             global _program
             for number in range(grid[0]):
                 _program = Program(number, grid[0])
-                self.function(*map(_argument, args))
+                self.function(*map(_argument, args), **constants)
                 assert not _program.copies, "a copy nobody waits for"
 
         return launch

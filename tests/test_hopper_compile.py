@@ -71,8 +71,9 @@ def compiled(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Compi
     from triton.backends.nvidia.compiler import get_ptxas
 
     from kvattn.backends import hopper_launch
-    from kvattn.kernels.hopper import prefill
+    from kvattn.kernels.hopper import order, prefill
 
+    monkeypatch.setattr(order, "order", Compiler(order.order))
     compiler = Compiler(prefill.prefill)
     monkeypatch.setattr(prefill, "prefill", compiler)
     names = {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens"}

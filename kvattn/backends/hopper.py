@@ -97,9 +97,8 @@ def _shapes_refuse(facts: Facts) -> str | None:
         return f"head dim {dim} exceeds 256"
     if max(64, dim_v) > _padded(dim):
         return f"values of head dim {dim_v} are wider than keys of {dim}"
-    tile = 128 if dim <= 128 else 64
-    if facts.has("page_table") and size % tile and (tile % size or size < 16):
-        return f"pages of {size} slots are neither multiples of {tile} nor its parts from 16 on"
+    if facts.has("page_table") and size % 8:
+        return f"pages of {size} slots are no multiples of 8, in which TMA lays out shared memory"
     if facts.has("cu_seqlens_q") and facts.batch > _BATCH:
         return f"{facts.batch} ragged sequences are more than {_BATCH}"
     return None

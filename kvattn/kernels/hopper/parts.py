@@ -6,6 +6,7 @@ from kvattn.kernels.hopper.compat import async_copy, gl, gluon, mbarrier
 
 FIELDS = gl.constexpr(16)  # numbers that describe a piece of work
 PIECES = gl.constexpr(4)  # of them known ahead
+NEAR = gl.constexpr(5)  # tiles of keys before the end of one when the next is asked for
 TOGETHER = gl.constexpr(5)  # named barriers, of 16 in all: Triton uses those below
 TURN = gl.constexpr(6)
 EMPTY = gl.constexpr(9)  # of the stages of K, then of V
@@ -107,6 +108,15 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     for i in gl.static_range(COUNT):
         mbarrier.init(bars.index(i), count=ARRIVALS)
     return bars
+
+
+@gluon.jit
+def call_for(pointer):
+    """Somebody will read there soon."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L1 [$1];\n\tmov.u32 $0, 0;", "=r,l", [pointer.to(gl.int64, bitcast=True)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -321,6 +321,39 @@ def _attend(s, w, piece, count, tensors, rings, bounds, scaling, GROUP: gl.const
 
 
 @gluon.jit
+def _skip(w, piece, count, tensors, rings, bounds, GROUP: gl.constexpr, form: gl.constexpr):
+    """The same for rows beyond the sequence: tiles are given back unread, turns are passed on."""
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.DV, 16])
+    tile = w.last - 1
+    if w.end < w.last * form.BN:
+        _clear(rings.v, count, 0, w.end - tile * form.BN, GROUP, form)
+    slot, _ = slot_of(count, form.STAGES)
+    hand_over("arrive", slot, 0, form)
+    for _ in range(tile - w.first):
+        if form.PING_PONG:
+            named_barrier("sync", TURN + GROUP, 256)
+            named_barrier("arrive", TURN + (GROUP + 1) % form.GROUPS, 256)
+        k_slot, k_turn = slot_of(count + 1, form.STAGES)
+        mbarrier.wait(rings.k.full.index(k_slot), k_turn)
+        hand_over("arrive", k_slot, 0, form)
+        v_slot, v_turn = slot_of(count, form.STAGES)
+        mbarrier.wait(rings.v.full.index(v_slot), v_turn)
+        hand_over("arrive", v_slot, 1, form)
+        count += 1
+    if form.LOW:
+        dead = _first_key(w, bounds, form)
+        if dead > w.first * form.BN:
+            _clear(rings.v, count, dead - w.first * form.BN, form.BN, GROUP, form)
+    slot, turn = slot_of(count, form.STAGES)
+    mbarrier.wait(rings.v.full.index(slot), turn)
+    hand_over("arrive", slot, 1, form)
+    DV: gl.constexpr = form.DV
+    o = pack(gl.zeros([64, DV], gl.float32, O), tensors.q.dtype)
+    lse = gl.zeros([64], gl.float32, gl.SliceLayout(1, O))
+    return o, lse, _hear_rest(w, rings.work, piece), count + 1
+
+
+@gluon.jit
 def compute(tensors, rings, bounds, scaling, GROUP: gl.constexpr, form: gl.constexpr):
     """Piece after piece; while one's O is stored, the first S of the next is multiplied.
 
@@ -339,7 +372,12 @@ def compute(tensors, rings, bounds, scaling, GROUP: gl.constexpr, form: gl.const
             s = _first_scores(piece, count, more, rings, GROUP, form)
             s = warpgroup_mma_wait(0, deps=[s])
         row = w.row + GROUP * 64
-        o, lse, w, count = _attend(s, w, piece, count, tensors, rings, bounds, scaling, GROUP, form)
+        if not form.RAGGED or row < w.q_len * form.PACK:
+            o, lse, w, count = _attend(
+                s, w, piece, count, tensors, rings, bounds, scaling, GROUP, form
+            )
+        else:
+            o, lse, w, count = _skip(w, piece, count, tensors, rings, bounds, GROUP, form)
         mine, _ = _queries(piece, rings, GROUP, form)
         if form.Q_STAGES == 1 or not form.Q_LOADED:  # the next Q may come to where O has been
             _store(o, lse, w, row, rings.q.data.index(mine), tensors, form)
