@@ -1,4 +1,7 @@
-"""Attention of many query rows: one warp copies, two or three warpgroups compute in turns."""
+"""Attention of many query rows: two or three warpgroups compute in turns, three warps serve them.
+
+One deals out the work, one copies K, one V.
+"""
 
 import math
 
