@@ -137,6 +137,22 @@ def test_more_cases(case: Case, launch: ModuleType | None) -> None:
     wanted.check(*found, inputs)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_scores_that_grow_from_tile_to_tile(
+    dtype: torch.dtype, causal: bool, launch: ModuleType | None
+) -> None:
+    """References of the exponentials have to move again and again: tiles go from last to first."""
+    case = Case(seqlen_q=150, lengths=600, dim=64, dtype=dtype, causal=causal)
+    inputs = make_inputs(case, device=DEVICE)
+    growing = torch.linspace(40, 1, inputs["k_cache"].shape[1], device=DEVICE)
+    inputs["k_cache"].mul_(growing[None, :, None, None])
+    wanted = expect(inputs)
+    found = run(launch, inputs)
+    assert found is not None
+    wanted.check(*found, inputs)
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if "T74" not in case.name], ids=str)
 def test_case(case: Case, launch: ModuleType | None) -> None:
     inputs = make_inputs(halved(case), device=DEVICE)

@@ -53,7 +53,7 @@ class State(NamedTuple):
 
     p: Any  # probabilities of the tile before, not yet multiplied with V
     o: Any
-    m: Any
+    m: Any  # what exponentials are relative to, in units of log2
     l: Any  # sums of probabilities, of each of a row's four threads
     count: Any  # tiles of V done so far: its place in the ring
 

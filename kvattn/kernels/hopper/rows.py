@@ -24,8 +24,16 @@ from kvattn.kernels.hopper.parts import (
     named_barrier,
     slot_of,
 )
+from kvattn.kernels.hopper.references import declare, rescale, spare
 from kvattn.kernels.hopper.schedule import Work, floor_to
-from kvattn.kernels.hopper.scores import edit, mask, pack, rescale, softmax, unpack
+from kvattn.kernels.hopper.scores import (
+    edit,
+    mask,
+    pack,
+    softmax,
+    softmax_masked,
+    unpack,
+)
 
 
 @gluon.jit
@@ -107,12 +115,15 @@ def _clear(ring, count, low, high, GROUP: gl.constexpr, form: gl.constexpr):
 
 @gluon.jit
 def _judge(s, w, row, key, m, tensors, bounds, scaling, ROWS: gl.constexpr, MASKED: gl.constexpr,
-           form: gl.constexpr):  # fmt: skip
+           GROUP: gl.constexpr, form: gl.constexpr):  # fmt: skip
+    SPARE: gl.constexpr = spare(tensors.q.dtype)
     if form.EDITED:
         s = edit(s, w, row, key, scaling, tensors.ALIBI, tensors.alibi_strides, form)
     if MASKED:
         s = mask(s, w, row, key, bounds, form)
-    return softmax(s, m, scaling.factor, ROWS, MASKED)
+        return softmax_masked(s, m, scaling.factor, ROWS, SPARE)
+    else:
+        return softmax(s, m, scaling.factor, SPARE, GROUP)
 
 
 @gluon.jit
@@ -140,7 +151,7 @@ def _step(q, rings, state, tile, w, row, tensors, bounds, scaling, GROUP: gl.con
     hand_over("arrive", k_slot, 0, form)
     m = border(state.m, state.count)
     m, alpha, sums, exps = _judge(
-        s, w, row, tile * form.BN, m, tensors, bounds, scaling, ROWS, MASKED, form
+        s, w, row, tile * form.BN, m, tensors, bounds, scaling, ROWS, MASKED, GROUP, form
     )
     THREADS_OF_ROWS: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
     each = gl.convert_layout(alpha, THREADS_OF_ROWS, assert_trivial=True)
@@ -184,9 +195,9 @@ def _first_key(w, bounds, form: gl.constexpr):
 
 
 @gluon.jit
-def _totals(m, l, w, row, SINKS, factor, form: gl.constexpr):
+def _totals(m, l, w, row, SINKS, form: gl.constexpr):
     """What O is multiplied with, and the lse; a sink is one more logit without a value."""
-    top = m * factor
+    top = m
     l = gl.convert_layout(gl.sum(l, 1), m.type.layout, assert_trivial=True)
     alpha = 1.0
     if SINKS is not None:
@@ -280,7 +291,9 @@ def _attend(s, w, piece, count, tensors, rings, bounds, scaling, GROUP: gl.const
         q = q.load(gl.DotOperandLayout(0, S, 2))
     tile = w.last - 1
     m = gl.full([64], float("-inf"), gl.float32, ROWS)
-    m, _, l, p = _judge(s, w, row, tile * form.BN, m, tensors, bounds, scaling, ROWS, True, form)
+    m, _, l, p = _judge(
+        s, w, row, tile * form.BN, m, tensors, bounds, scaling, ROWS, True, GROUP, form
+    )
     p = pack(p, tensors.q.dtype)
     DV: gl.constexpr = form.DV
     state = State(p, gl.zeros([64, DV], gl.float32, O), m, l, count)
@@ -313,7 +326,7 @@ def _attend(s, w, piece, count, tensors, rings, bounds, scaling, GROUP: gl.const
     p = unpack(state.p, tensors.q.dtype, P)
     o = _sum_values(p, rings.v, slot, state.o, form)
     w = _hear_rest(w, rings.work, piece)
-    scale, lse = _totals(state.m, state.l, w, row, tensors.SINKS, scaling.factor, form)
+    scale, lse = _totals(state.m, state.l, w, row, tensors.SINKS, form)
     o, _ = warpgroup_mma_wait(0, deps=[o, p])
     hand_over("arrive", slot, 1, form)
     o = o * gl.convert_layout(scale, ROWS, assert_trivial=True)[:, None]
@@ -361,6 +374,7 @@ def compute(tensors, rings, bounds, scaling, GROUP: gl.constexpr, form: gl.const
     """
     if form.PING_PONG and GROUP == form.GROUPS - 1:
         named_barrier("arrive", TURN, 256)
+    declare(GROUP)
     piece = gl.to_tensor(0)
     count = gl.to_tensor(0)
     w, more = _hear(rings.work, piece, form)

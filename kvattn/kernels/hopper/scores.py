@@ -1,6 +1,7 @@
 """From scores to probabilities, in the registers of one warpgroup: edits, masks, softmax."""
 
 from kvattn.kernels.hopper.compat import gl, gluon
+from kvattn.kernels.hopper.references import lower
 from kvattn.kernels.hopper.schedule import floor_to
 
 
@@ -112,52 +113,30 @@ def _thread_sums(s):
 
 
 @gluon.jit
-def softmax(s, m, factor, ROWS: gl.constexpr, MASKED: gl.constexpr):
-    """One tile: new maxima, the factor for what was summed before, sums, probabilities.
+def softmax_masked(s, m, factor, ROWS: gl.constexpr, SPARE: gl.constexpr):
+    """One tile: new references, the factor for what was summed before, sums, probabilities.
 
-    `factor` takes scores to units of log2. A maximum stays as it was until it is 8 of them too
-    low: probabilities up to 256 cost no accuracy, and O is seldom multiplied.
+    `factor` takes scores to units of log2, those of references.
     """
-    top = gl.maximum(m, gl.convert_layout(_row_max(s), ROWS, assert_trivial=True))
-    grown = (top - m) * factor > 8.0
-    top = gl.where(grown, top, m)
-    safe = top
-    if MASKED:
-        safe = gl.where(top == float("-inf"), 0.0, top)
-    shift = safe * factor
-    alpha = gl.where(grown, gl.exp2(m * factor - shift), 1.0)
+    top = gl.convert_layout(_row_max(s), ROWS, assert_trivial=True) * factor
+    grown = top > m
+    top = gl.where(grown, top + SPARE, m)
+    shift = gl.where(top == float("-inf"), 0.0, top)
+    alpha = gl.where(grown, gl.exp2(m - shift), 1.0)
     shift = gl.convert_layout(shift, gl.SliceLayout(1, s.type.layout), assert_trivial=True)
     p = gl.exp2(s * factor - shift[:, None])
     return top, alpha, _thread_sums(p), p
 
 
-@gluon.constexpr_function
-def _unless_one(count):
-    """`count` products with one of two factors, if one of a warp's is not 1."""
-    start = (
-        f".reg .pred p, q; setp.neu.f32 p, ${2 * count}, 0f3F800000;",
-        f"setp.neu.f32 q, ${2 * count + 2}, 0f3F800000; or.pred p, p, q;",
-        "vote.sync.any.pred p, p, 0xffffffff; @!p bra same;",
-    )
-    products = (f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
-    return "\n\t".join(("{", *start, *products, "same:", "}"))
-
-
-@gluon.constexpr_function
-def _in_place(count):
-    """Constraints of `count` numbers that are changed and as many that are read."""
-    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
-
-
 @gluon.jit
-def rescale(o, alpha):
-    """O times alpha."""
-    COUNT: gl.constexpr = o.shape[1] // 2
-    TEXT: gl.constexpr = _unless_one(COUNT)
-    OPERANDS: gl.constexpr = _in_place(COUNT)
-    return gl.inline_asm_elementwise(
-        TEXT, OPERANDS, [o, alpha[:, None]], dtype=gl.float32, is_pure=True, pack=COUNT
-    )
+def softmax(s, m, factor, SPARE: gl.constexpr, GROUP: gl.constexpr):
+    """The same where rows see all keys: no maximum is looked for unless it is needed."""
+    shift = gl.where(m == float("-inf"), 0.0, m)
+    shift = gl.convert_layout(shift, gl.SliceLayout(1, s.type.layout), assert_trivial=True)
+    x, top = lower(s * factor - shift[:, None], m, SPARE, GROUP)
+    alpha = gl.where(top == m, 1.0, gl.exp2(m - top))
+    p = gl.exp2(x)
+    return top, alpha, _thread_sums(p), p
 
 
 @gluon.jit
