@@ -41,18 +41,14 @@ class Tiling:
 
 
 def tiling(r: Request) -> Tiling:
-    """Edited scores need registers of their own, wide heads room: smaller tiles for both.
-
-    Where several boxes make a tile the copying warps need registers for their places.
-    """
+    """Edited scores need registers of their own, wide heads room: smaller tiles for both."""
     d = padded(r.lead.shape[-1])
     if d > 128:
         return Tiling(keys=64, stages=2, q_stages=1)
     if edited(r):
         return Tiling(keys=64, stages=2 if d > 64 else 3, q_stages=2, q_loaded=True)
-    if r.paged and r.page_size % 128:
-        registers, stages = (232, 2) if d > 64 else (208, 3)
-        return Tiling(128, stages, 2, registers=registers, copy_registers=504 - 2 * registers)
+    if d == 64 and r.paged and r.page_size % 128:
+        return Tiling(128, stages=3, q_stages=2, registers=208, copy_registers=88)
     if d == 64 and _rows(r) >= _LONG:
         return Tiling(128, stages=3, q_stages=2, groups=3, registers=160, copy_registers=32)
     return Tiling(keys=128, stages=2 if d > 64 else 3, q_stages=2, q_loaded=True)
