@@ -18,7 +18,7 @@ lasting = True
 
 _ROWS = 64  # packed query rows of a kv head, on average, from which this backend is the faster
 _PROGRAMS = 64  # row tiles that keep half of the processors busy
-_NARROW = 512  # keys of a window up to which, at head dim 64, half of a tile is wasted
+_NARROW = 512  # keys of a window up to which, at head dim 64, half of a tile of pages is wasted
 _LONG = 4096  # keys from which splitting them among the idle ones pays
 _BATCH = 4096  # sequences: finding a row tile's sequence reads all their borders
 _ELSEWHERE = (
@@ -124,8 +124,8 @@ def _rows_refuse(facts: Facts, few_rows: str) -> str | None:
     if rows < _ROWS:
         return few_rows
     left = facts.option("window")[0]
-    if q[-1] <= 64 and left is not None and left < _NARROW:
-        return f"a window of {left + 1} keys at head dim {q[-1]} is faster in the triton backend"
+    if q[-1] <= 64 and left is not None and left < _NARROW and facts.has("page_table"):
+        return f"a window of {left + 1} keys over pages at head dim {q[-1]} is faster in triton"
     programs = -(-rows // 128) * _slots(facts)[2] * facts.batch
     if programs < _PROGRAMS and _capacity(facts) > _LONG:
         return f"{programs} row tiles leave processors idle; the triton backend splits the keys"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from kvattn.request import Request
 
 _LOG2E = math.log2(math.e)
 _LINE = 64  # elements of 128 bytes, the unit that shared memory is swizzled by
+_NARROW = 512  # keys of a window up to which smaller tiles waste less
 _LONG = 4096  # packed rows of a sequence from which larger row tiles pay
 
 
@@ -40,17 +41,23 @@ class Tiling:
     q_loaded: bool = False  # queries in registers while they are multiplied
 
 
+_THREE = Tiling(128, stages=3, q_stages=2, groups=3, registers=160, copy_registers=32)
+
+
 def tiling(r: Request) -> Tiling:
     """Edited scores need registers of their own, wide heads room: smaller tiles for both."""
     d = padded(r.lead.shape[-1])
+    left, _ = r.window
     if d > 128:
         return Tiling(keys=64, stages=2, q_stages=1)
     if edited(r):
         return Tiling(keys=64, stages=2 if d > 64 else 3, q_stages=2, q_loaded=True)
     if d == 64 and r.paged and r.page_size % 128:
         return Tiling(128, stages=3, q_stages=2, registers=208, copy_registers=88)
+    if d == 64 and left is not None and left < _NARROW:
+        return replace(_THREE, keys=64, ping_pong=False, q_loaded=True)
     if d == 64 and _rows(r) >= _LONG:
-        return Tiling(128, stages=3, q_stages=2, groups=3, registers=160, copy_registers=32)
+        return _THREE
     return Tiling(keys=128, stages=2 if d > 64 else 3, q_stages=2, q_loaded=True)
 
 
