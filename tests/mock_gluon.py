@@ -127,7 +127,7 @@ class Pointer:
     def __add__(self, more: Any) -> Pointer:
         return Pointer(self.tensor, _raw(Value(self.offset) + more))
 
-    def to(self, dtype: torch.dtype, bitcast: bool) -> Pointer:
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Pointer:
         return self
 
     def memory(self) -> Tensor:
@@ -508,10 +508,11 @@ def _assembly(text: str, constraints: str, values: list[Value], **_: Any) -> Any
     if "top_" in text:
         return Value(_own.references)
     if "vote" in text:  # products with factors
-        return values[0] * values[1]
+        return Value(values[0].data * values[1].data)
     if "nanosleep" in text:  # a loop that never runs
         return values[0]
-    number, threads = (int(x) for x in rest.replace("$1", str(_raw((values or [0])[0]))).split(","))
+    told = rest.replace("$1", str(values[0].data) if values else "")
+    number, threads = (int(x) for x in told.split(","))
     with _lock:
         state = _program.named.setdefault(number, [0, 0])
         generation = state[1]
