@@ -222,5 +222,4 @@ Value.dtype = property(lambda self: self.data.dtype)  # type: ignore[attr-define
 Pointer.dtype = property(  # type: ignore[attr-defined]
     lambda self: SimpleNamespace(element_ty=self.tensor.dtype)
 )
-Pointer.to = lambda self, dtype, bitcast=False: self  # type: ignore[attr-defined]
 Value.__rshift__ = lambda self, n: Value(self.data >> n)  # type: ignore[operator]

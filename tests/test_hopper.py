@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
+import mock_gluon
 import pytest
 import torch
 from cases import BF16, CASES, E4M3, F16, F32, identity
@@ -98,12 +99,22 @@ MORE = [
     Case("page16", seqlen_q=140, lengths=(270, 33), page_size=16, causal=True, dim=64),
     Case("prompt-and-single-tokens", varlen=True, batch=5, seqlen_q=(140, 1, 1, 1, 1), dim=128,
          lengths=(140, 300, 260, 17, 128), page_size=16, causal=True, heads=8, kv_heads=2),
+    Case("prompts-among-single-tokens", varlen=True, batch=7, seqlen_q=(1, 200, 1, 0, 70, 3, 1),
+         dim=64, lengths=(400, 200, 7, 9, 300, 3, 130), page_size=8, causal=True, heads=4,
+         kv_heads=2),
     Case("used-rows", varlen=True, seqlen_q=(140, 100), lengths=(200, 190), dim=128, causal=True,
          used_q=(140, 30)),
     Case("page16-d128", batch=1, seqlen_q=70, lengths=200, page_size=16, causal=True, dim=128,
          heads=4, kv_heads=2),
     Case("page32-d256", batch=1, seqlen_q=70, lengths=150, page_size=32, causal=True, dim=256,
          heads=2, kv_heads=2),
+    Case("page8-window", batch=1, seqlen_q=70, lengths=200, page_size=8, causal=True, dim=128,
+         window=(90, 0), heads=2, kv_heads=2),
+    Case("page24", seqlen_q=140, lengths=(270, 33), page_size=24, causal=True, dim=64),
+    Case("page48-dim96", batch=1, seqlen_q=70, lengths=200, page_size=48, causal=True, dim=96,
+         heads=2, kv_heads=1),
+    Case("page192", batch=1, seqlen_q=70, lengths=500, page_size=192, causal=True, dim=128,
+         heads=2, kv_heads=1),
     Case("page128", seqlen_q=140, lengths=(270, 33), page_size=128, causal=True),
     Case("page256-leftpad", seqlen_q=140, lengths=(400, 33), page_size=256, causal=True,
          leftpad=(130, 0)),
@@ -120,6 +131,22 @@ MORE = [
 @pytest.mark.parametrize("case", MORE, ids=str)
 def test_more_cases(case: Case, launch: ModuleType | None) -> None:
     inputs = make_inputs(halved(case), device=DEVICE)
+    wanted = expect(inputs)
+    found = run(launch, inputs)
+    assert found is not None
+    wanted.check(*found, inputs)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_scores_that_grow_from_tile_to_tile(
+    dtype: torch.dtype, causal: bool, launch: ModuleType | None
+) -> None:
+    """References of the exponentials have to move again and again: tiles go from last to first."""
+    case = Case(seqlen_q=150, lengths=600, dim=64, dtype=dtype, causal=causal)
+    inputs = make_inputs(case, device=DEVICE)
+    growing = torch.linspace(40, 1, inputs["k_cache"].shape[1], device=DEVICE)
+    inputs["k_cache"].mul_(growing[None, :, None, None])
     wanted = expect(inputs)
     found = run(launch, inputs)
     assert found is not None
@@ -156,8 +183,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dim": 320}, "320"),
     ({"dim_v": 128}, "wider"),
     ({"dim": 59}, "multiples of 8"),
-    ({"page_size": 48}, "48"),
-    ({"page_size": 8}, "8"),
+    ({"page_size": 12}, "12"),
+    ({"page_size": 4}, "4"),
     ({"options": {"batch_invariant": True}}, "batch_invariant"),
 ]
 
@@ -193,8 +220,10 @@ def test_few_rows_over_a_long_cache_are_left_to_triton(page: int | None) -> None
     assert hopper.call_refuses(unnamed(wide)) is None
 
 
-def test_narrow_windows_of_small_heads_are_left_to_triton() -> None:
-    small = {"dim": 64, "causal": True}
+def test_narrow_windows_of_small_heads_over_pages_are_left_to_triton() -> None:
+    dense = {"dim": 64, "causal": True}
+    assert hopper.call_refuses(unnamed(facts(**dense, window=(127, 0)))) is None
+    small = {**dense, "page_size": 64}
     assert "window of 128 keys" in str(
         hopper.call_refuses(unnamed(facts(**small, window=(127, 0))))
     )
@@ -220,6 +249,45 @@ def test_memory_off_the_16_byte_grid(launch: ModuleType | None) -> None:
     found = run(launch, inputs)
     assert found is not None
     wanted.check(*found, inputs)
+
+
+@pytest.mark.parametrize("tokens", [(300, 1, 0, 90, 1, 1, 33), (1,) * 70, (500, 200)], ids=len)
+def test_ragged_work_is_dealt_out_once(tokens: tuple[int, ...], launch: ModuleType | None) -> None:
+    """All heads of all row tiles, prompts by length, single tokens spread among them."""
+    if launch is None:
+        pytest.skip("reads what the mock computes")
+    from kvattn.kernels.hopper import schedule
+
+    heads, pack = 2, 4
+    lengths = tuple(n + 7 * (i % 3) for i, n in enumerate(tokens))
+    case = Case(varlen=True, batch=len(tokens), seqlen_q=tokens, lengths=lengths, page_size=16,
+                causal=True, dim=64, heads=heads * pack, kv_heads=heads, dtype=BF16)  # fmt: skip
+    r = request(make_inputs(case))
+    assert r.q is not None
+    prefill = launch.Prefill(r, r.q, launch.tiling(r))
+    prefill.ordered = True
+    found = prefill.order(r, r.q)
+    at = dict.fromkeys(schedule.Index._fields)
+    at.update(LENGTHS=r.cache_seqlens, Q_EDGES=r.cu_seqlens_q, PAGES=r.page_table, ORDER=found)
+    index = schedule.Index(*(None if x is None else mock_gluon.Pointer(x) for x in at.values()))
+    n = schedule.Sizes(*map(mock_gluon.Value, (*prefill.numbers[:12],)))
+    bounds = schedule.Bounds(*map(mock_gluon.Value, (0, 0, 0)))
+    pieces = int(schedule.all_pieces(index, n))
+    dealt = [
+        schedule.work_of(mock_gluon.Value(t), index, n, bounds, prefill.variant)[0]
+        for t in range(pieces)
+    ]
+    rows = 64 * prefill.variant.GROUPS
+    wanted = {
+        (b, head * pack, row)
+        for b, count in enumerate(tokens)
+        for head in range(heads)
+        for row in range(0, count * pack, rows)
+    }
+    assert all(int(w.live) for w in dealt)
+    assert sorted(wanted) == sorted((int(w.b), int(w.head), int(w.row)) for w in dealt)
+    many = [int(w.b) for w in dealt if tokens[int(w.b)] * pack > 64]
+    assert [lengths[b] for b in many] == sorted((lengths[b] for b in many), reverse=True)
 
 
 def test_launches_are_prepared_once(launch: ModuleType | None) -> None:

@@ -71,8 +71,9 @@ def compiled(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Compi
     from triton.backends.nvidia.compiler import get_ptxas
 
     from kvattn.backends import hopper_launch
-    from kvattn.kernels.hopper import prefill
+    from kvattn.kernels.hopper import order, prefill
 
+    monkeypatch.setattr(order, "order", Compiler(order.order))
     compiler = Compiler(prefill.prefill)
     monkeypatch.setattr(prefill, "prefill", compiler)
     names = {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens"}
@@ -128,6 +129,8 @@ CASES = [
          packed=(100, 156), pass_lengths="none", dim=128, dtype=F16),
     Case("window-sinks-d64-page16", seqlen_q=256, lengths=256, dim=64, causal=True, dtype=BF16,
          window=(127, 0), sinks=F32, page_size=16),
+    Case("mixed-d128-page16", varlen=True, batch=3, seqlen_q=(200, 1, 1), lengths=(200, 300, 260),
+         page_size=16, dim=128, heads=8, kv_heads=2, causal=True, dtype=BF16),
     Case("causal-d64-long", batch=1, seqlen_q=4096, lengths=4096, dim=64, causal=True, dtype=BF16,
          heads=1, kv_heads=1),
     Case("causal-d256-page64", seqlen_q=128, lengths=256, dim=256, causal=True, dtype=BF16,

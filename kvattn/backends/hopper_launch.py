@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvattn.backends import triton_launch
 from kvattn.backends.triton_replay import Recording, target
+from kvattn.kernels.hopper import order as sorting
 from kvattn.kernels.hopper import prefill as kernel
 from kvattn.kernels.hopper import rotate as rotation
 from kvattn.kernels.hopper.compat import TensorDescriptor, gl
@@ -22,6 +23,7 @@ from kvattn.request import Request
 
 _LOG2E = math.log2(math.e)
 _LINE = 64  # elements of 128 bytes, the unit that shared memory is swizzled by
+_NARROW = 512  # keys of a window up to which smaller tiles waste less
 _LONG = 4096  # packed rows of a sequence from which larger row tiles pay
 
 
@@ -36,24 +38,27 @@ class Tiling:
     registers: int = 240
     copy_registers: int = 24
     ping_pong: bool = True
+    q_loaded: bool = False  # queries in registers while they are multiplied
+
+
+_THREE = Tiling(128, stages=3, q_stages=2, groups=3, registers=160, copy_registers=32)
 
 
 def tiling(r: Request) -> Tiling:
-    """Edited scores need registers of their own, wide heads room: smaller tiles for both.
-
-    Where several boxes make a tile the copying warp needs registers for their places.
-    """
+    """Edited scores need registers of their own, wide heads room: smaller tiles for both."""
     d = padded(r.lead.shape[-1])
+    left, _ = r.window
     if d > 128:
         return Tiling(keys=64, stages=2, q_stages=1)
     if edited(r):
-        return Tiling(keys=64, stages=2 if d > 64 else 4, q_stages=2)
-    if r.paged and r.page_size < 128:
-        registers, stages = (232, 2) if d > 64 else (208, 4)
-        return Tiling(128, stages, 2, registers=registers, copy_registers=504 - 2 * registers)
+        return Tiling(keys=64, stages=2 if d > 64 else 3, q_stages=2, q_loaded=True)
+    if d == 64 and r.paged and r.page_size % 128:
+        return Tiling(128, stages=3, q_stages=2, registers=208, copy_registers=88)
+    if d == 64 and left is not None and left < _NARROW:
+        return replace(_THREE, keys=64, ping_pong=False, q_loaded=True)
     if d == 64 and _rows(r) >= _LONG:
-        return Tiling(128, stages=3, q_stages=2, groups=3, registers=160, copy_registers=32)
-    return Tiling(keys=128, stages=2 if d > 64 else 4, q_stages=2)
+        return _THREE
+    return Tiling(keys=128, stages=2 if d > 64 else 3, q_stages=2, q_loaded=True)
 
 
 def padded(dim: int) -> int:
@@ -73,6 +78,11 @@ def packs(r: Request) -> int:
     return 1 if r.pack_gqa is False or 64 % group else group
 
 
+def ragged(r: Request) -> bool:
+    """Whether sequences may have fewer rows than q has room for."""
+    return r.cu_seqlens_q is not None or r.seqused_q is not None
+
+
 def edited(r: Request) -> bool:
     """Whether scores are more than products times a positive number."""
     return r.softcap > 0 or r.alibi_slopes is not None or r.softmax_scale <= 0
@@ -81,15 +91,17 @@ def edited(r: Request) -> bool:
 def form(r: Request, tiles: Tiling) -> Form:
     """The variant of the kernel."""
     left, right = r.window
-    dv = r.pool.shape[-1]
+    box = math.gcd(tiles.keys, r.page_size) if r.paged else tiles.keys
+    d, dv = padded(r.lead.shape[-1]), r.pool.shape[-1]
     return Form(
-        D=padded(r.lead.shape[-1]), DV=padded(dv), DIM_V=dv, BN=tiles.keys, GROUPS=tiles.groups,
+        D=d, DV=padded(dv), DIM_V=dv, BN=tiles.keys, GROUPS=tiles.groups,
         STAGES=tiles.stages, Q_STAGES=tiles.q_stages, PACK=packs(r),
-        BOX=min(tiles.keys, r.page_size) if r.paged else tiles.keys, PAGED=r.paged,
+        BOX=box, PAGED=r.paged, PARTED=box not in (r.page_size, tiles.keys),
         INCLUDED=r.slot_mapping is not None, LEFT=left is not None, RIGHT=right is not None,
         CHUNKED=r.attention_chunk > 0, EDITED=edited(r), CAPPED=r.softcap > 0,
         LOW=left is not None or r.attention_chunk > 0 or r.cache_leftpad is not None,
-        PING_PONG=tiles.ping_pong,
+        RAGGED=ragged(r), PING_PONG=tiles.ping_pong, Q_LOADED=tiles.q_loaded,
+        RUNS=(_runs(tiles.keys, d), _runs(tiles.keys, padded(dv))) if _in_runs(r, tiles) else None,
     )  # fmt: skip
 
 
@@ -126,6 +138,38 @@ def _keys(cache: Tensor, rows: int, columns: int) -> Any:
     return _box(cache, list(cache.shape), list(cache.stride()), [1, rows, 1, columns])
 
 
+def _pages(cache: Tensor, rows: int) -> Any:
+    """[page, run of 8 slots, block of 64 channels of all heads, slot, channel].
+
+    A box is `rows` slots of a page with all channels of a head. The heads are folded into the
+    blocks, as TMA knows five dimensions.
+    """
+    pages, size, heads, dim = cache.shape
+    page, slot, head, _ = cache.stride()
+    blocks = (heads - 1) * head // _LINE + dim // _LINE
+    shape, strides = [pages, size // 8, blocks, 8, _LINE], [page, 8 * slot, _LINE, slot]
+    return _box(cache, shape, strides, [1, rows // 8, dim // _LINE, 8, _LINE])
+
+
+def _runs(keys: int, dim: int) -> Any:
+    """The layout [keys, dim] of such pages on end: swizzled blocks of 8 keys by 64 channels."""
+    lines = [[0, 1 << i] for i in range(6)] + [[1 << i, 8 << i] for i in range(3)]
+    blocks = [[0, 1 << i] for i in range(6, dim.bit_length() - 1)]
+    runs = [[1 << i, 0] for i in range(3, keys.bit_length() - 1)]
+    return gl.SharedLinearLayout(lines + blocks + runs, [], 1024)
+
+
+def _in_runs(r: Request, tiles: Tiling) -> bool:
+    """Whether pages that are parts of a tile come with all their channels in one copy."""
+    caches = [x for x in (r.k_cache, r.pool) if x is not None]
+    return (
+        r.paged
+        and r.page_size % tiles.keys > 0
+        and r.page_size % 8 == 0
+        and all(x.shape[-1] in (64, 128, 256) and x.stride(2) % _LINE == 0 for x in caches)
+    )
+
+
 def _over(box: Any, tensor: Tensor) -> Any:
     """The same over another tensor of the same form, without checking it again."""
     moved = object.__new__(TensorDescriptor)
@@ -152,11 +196,13 @@ class Prefill:
     def __init__(self, r: Request, q: Tensor, tiles: Tiling) -> None:
         self.variant = variant = form(r, tiles)
         assert r.k_cache is not None
-        whole = variant.BOX == variant.BN
+        whole, runs = variant.BOX == variant.BN, variant.RUNS is not None
         self.boxes = (
             _queries(q, r.kv_heads, variant.PACK, variant.D),
-            _keys(r.k_cache, variant.BOX, variant.D if whole else _LINE),
-            _keys(r.pool, variant.BOX, variant.DV if whole else _LINE),
+            *(
+                _pages(x, variant.BOX) if runs else _keys(x, variant.BOX, d if whole else _LINE)
+                for x, d in ((r.k_cache, variant.D), (r.pool, variant.DV))
+            ),
         )
         for box in self.boxes:
             box.base = None  # another call's tensors would live as long as this
@@ -168,15 +214,30 @@ class Prefill:
             tiles_each = 0
             pieces = (total * variant.PACK // rows + r.batch) * heads
         self.grid = (max(1, min(pieces, triton_launch.processors(q.device) - r.sm_margin)), 1, 1)
+        self.ordered = r.cu_seqlens_q is not None and r.batch > 1 and pieces > self.grid[0]
         left, right = r.window
         table_stride, lines, *_ = triton_launch.table(r)
         self.numbers = (
             r.batch, total, tiles_each, pieces, heads, r.heads // r.kv_heads,
             triton_launch.fresh(r), r.capacity, lines, r.pool.shape[0], r.page_size,
-            table_stride, left or 0, right or 0, r.attention_chunk,
+            table_stride, r.k_cache.stride(-2) // _LINE, r.pool.stride(-2) // _LINE,
+            left or 0, right or 0, r.attention_chunk,
         )  # fmt: skip
         self.constants = (variant, tiles.registers, tiles.copy_registers)
         self.compiled: Any = None
+
+    def order(self, r: Request, q: Tensor) -> Tensor | None:
+        """Of a ragged batch with more work than programs: a launch that sorts its sequences."""
+        if not self.ordered:
+            return None
+        found = target().scratch("order", 2 * r.batch + 2, q.device)
+        keys = None if r.cache_seqlens is not None else r.cu_seqlens_k
+        target().launch(
+            sorting.order, (-(-r.batch // 32),),
+            (r.cu_seqlens_q, r.seqused_q, r.cache_seqlens, keys, found, r.batch, q.shape[0]),
+            {"PACK": self.variant.PACK, "BM": 64 * self.variant.GROUPS}, num_warps=4,
+        )  # fmt: skip
+        return found
 
     def __call__(self, r: Request, q: Tensor, out: Tensor, lse: Tensor) -> None:
         alibi, lead = r.alibi_slopes, (0,) if r.cu_seqlens_q is not None else ()
@@ -186,7 +247,8 @@ class Prefill:
         args = (
             *map(_over, self.boxes, tensors), out, lse if r.return_lse else None, r.sinks, alibi,
             r.cache_seqlens, r.cu_seqlens_q, r.cu_seqlens_k, r.cu_seqlens_k_new, r.seqused_q,
-            r.cache_leftpad, r.cache_batch_idx, r.page_table, target().counters(2, q.device),
+            r.cache_leftpad, r.cache_batch_idx, r.page_table, self.order(r, q),
+            target().counters(2, q.device),
             *lead, *out.stride()[:-1], *lead, *lse.stride(), *alibi_strides, *self.numbers,
             r.softmax_scale, r.softcap, scale, *self.constants,
         )  # fmt: skip

@@ -19,12 +19,21 @@ from kvattn.kernels.hopper.parts import (
     TOGETHER,
     TURN,
     State,
+    border,
+    hand_over,
     named_barrier,
-    release,
     slot_of,
 )
+from kvattn.kernels.hopper.references import declare, rescale, spare
 from kvattn.kernels.hopper.schedule import Work, floor_to
-from kvattn.kernels.hopper.scores import edit, mask, pack, softmax, unpack
+from kvattn.kernels.hopper.scores import (
+    edit,
+    mask,
+    pack,
+    softmax,
+    softmax_masked,
+    unpack,
+)
 
 
 @gluon.jit
@@ -106,12 +115,15 @@ def _clear(ring, count, low, high, GROUP: gl.constexpr, form: gl.constexpr):
 
 @gluon.jit
 def _judge(s, w, row, key, m, tensors, bounds, scaling, ROWS: gl.constexpr, MASKED: gl.constexpr,
-           form: gl.constexpr):  # fmt: skip
+           GROUP: gl.constexpr, form: gl.constexpr):  # fmt: skip
+    SPARE: gl.constexpr = spare(tensors.q.dtype)
     if form.EDITED:
         s = edit(s, w, row, key, scaling, tensors.ALIBI, tensors.alibi_strides, form)
     if MASKED:
         s = mask(s, w, row, key, bounds, form)
-    return softmax(s, m, scaling.factor, ROWS, MASKED)
+        return softmax_masked(s, m, scaling.factor, ROWS, SPARE)
+    else:
+        return softmax(s, m, scaling.factor, SPARE, GROUP)
 
 
 @gluon.jit
@@ -136,18 +148,19 @@ def _step(q, rings, state, tile, w, row, tensors, bounds, scaling, GROUP: gl.con
     if form.PING_PONG:
         named_barrier("arrive", TURN + (GROUP + 1) % form.GROUPS, THREADS)
     s = warpgroup_mma_wait(1, deps=[s])
-    release(rings.k.empty.index(k_slot))
+    hand_over("arrive", k_slot, 0, form)
+    m = border(state.m, state.count)
     m, alpha, sums, exps = _judge(
-        s, w, row, tile * form.BN, state.m, tensors, bounds, scaling, ROWS, MASKED, form
+        s, w, row, tile * form.BN, m, tensors, bounds, scaling, ROWS, MASKED, GROUP, form
     )
-    l = state.l * alpha + sums
-    # A wait here puts a border between the exponentials and the wait for O: the assembler would
-    # move that one up otherwise, and nothing would overlap.
+    THREADS_OF_ROWS: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
+    each = gl.convert_layout(alpha, THREADS_OF_ROWS, assert_trivial=True)
+    l = border(state.l * each[:, None] + sums, state.count)
     next_slot, next_turn = slot_of(state.count + 2, form.STAGES)
     mbarrier.wait(rings.k.full.index(next_slot), next_turn, pred=tile > w.first)
     o, _ = warpgroup_mma_wait(0, deps=[o, p])
-    release(rings.v.empty.index(v_slot))
-    o = o * gl.convert_layout(alpha, ROWS, assert_trivial=True)[:, None]
+    hand_over("arrive", v_slot, 1, form)
+    o = rescale(o, gl.convert_layout(alpha, ROWS, assert_trivial=True))
     return State(pack(exps, tensors.q.dtype), o, m, l, state.count + 1)
 
 
@@ -182,9 +195,10 @@ def _first_key(w, bounds, form: gl.constexpr):
 
 
 @gluon.jit
-def _totals(m, l, w, row, SINKS, factor, form: gl.constexpr):
+def _totals(m, l, w, row, SINKS, form: gl.constexpr):
     """What O is multiplied with, and the lse; a sink is one more logit without a value."""
-    top = m * factor
+    top = m
+    l = gl.convert_layout(gl.sum(l, 1), m.type.layout, assert_trivial=True)
     alpha = 1.0
     if SINKS is not None:
         rows = row + gl.arange(0, 64, layout=m.type.layout)
@@ -205,7 +219,7 @@ def _totals(m, l, w, row, SINKS, factor, form: gl.constexpr):
 
 @gluon.jit
 def _store(o, lse, w, row, stage, tensors, form: gl.constexpr):
-    """O through shared memory, where Q was, so that rows are written in whole sectors."""
+    """O, packed, through shared memory, where Q was, so that rows are written in whole sectors."""
     PACK: gl.constexpr = form.PACK
     out = tensors.OUT
     if tensors.LSE is not None:
@@ -217,7 +231,8 @@ def _store(o, lse, w, row, stage, tensors, form: gl.constexpr):
         gl.store(tensors.LSE + at, lse, mask=rows < w.q_len * PACK)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     stage = reinterpret(stage, tensors.q.dtype, [64, form.DV], LAYOUT)
-    stage.store(o)
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.DV, 16])
+    stage.store(unpack(o, tensors.q.dtype, O))
     LANES: gl.constexpr = form.DV // 8
     SPREAD: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     o = stage.load(SPREAD)
@@ -235,25 +250,50 @@ def _store(o, lse, w, row, stage, tensors, form: gl.constexpr):
 
 
 @gluon.jit
-def _attend(w, piece, count, tensors, rings, bounds, scaling, GROUP: gl.constexpr,
+def _queries(piece, rings, GROUP: gl.constexpr, form: gl.constexpr):
+    """(number in the ring, this warpgroup's rows where they lie).
+
+    To be asked for in every piece: a view of shared memory carried through a loop is compiled to
+    something wrong.
+    """
+    slot, _ = slot_of(piece, form.Q_STAGES)
+    mine = slot * form.GROUPS + GROUP
+    return mine, rings.q.data.index(mine).reshape([64, form.D])
+
+
+@gluon.jit
+def _first_scores(piece, count, more, rings, GROUP: gl.constexpr, form: gl.constexpr):
+    """S of the first tile of keys of a piece is issued; of memory nobody reads if there is none."""
+    _, q_turn = slot_of(piece, form.Q_STAGES)
+    mine, q = _queries(piece, rings, GROUP, form)
+    slot, turn = slot_of(count, form.STAGES)
+    mbarrier.wait(rings.q.full.index(mine), q_turn, pred=more > 0)
+    mbarrier.wait(rings.k.full.index(slot), turn, pred=more > 0)
+    return _scores(q, rings.k, slot, form.BN, form.D)
+
+
+@gluon.jit
+def _attend(s, w, piece, count, tensors, rings, bounds, scaling, GROUP: gl.constexpr,
             form: gl.constexpr):  # fmt: skip
-    """One tile of rows: this warpgroup's 64 of them. Returns the number of tiles of keys so far."""
+    """One tile of rows: this warpgroup's 64 of them, from the first S on.
+
+    Returns O, packed, and lse, where they belong, and the number of tiles of keys so far.
+    """
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.DV, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, O)
     row = w.row + GROUP * 64
-    q_slot, q_turn = slot_of(piece, form.Q_STAGES)
-    mine = q_slot * form.GROUPS + GROUP
-    q = rings.q.data.index(mine).reshape([64, form.D])
-    slot, turn = slot_of(count, form.STAGES)
-    mbarrier.wait(rings.k.full.index(slot), turn)
-    mbarrier.wait(rings.q.full.index(mine), q_turn)
-    s = _scores(q, rings.k, slot, form.BN, form.D)
-    s = warpgroup_mma_wait(0, deps=[s])
-    release(rings.k.empty.index(slot))
+    slot, _ = slot_of(count, form.STAGES)
+    hand_over("arrive", slot, 0, form)
+    _, q = _queries(piece, rings, GROUP, form)
+    if form.Q_LOADED:
+        S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.BN, 16])
+        q = q.load(gl.DotOperandLayout(0, S, 2))
     tile = w.last - 1
     m = gl.full([64], float("-inf"), gl.float32, ROWS)
-    m, _, l, p = _judge(s, w, row, tile * form.BN, m, tensors, bounds, scaling, ROWS, True, form)
+    m, _, l, p = _judge(
+        s, w, row, tile * form.BN, m, tensors, bounds, scaling, ROWS, True, GROUP, form
+    )
     p = pack(p, tensors.q.dtype)
     DV: gl.constexpr = form.DV
     state = State(p, gl.zeros([64, DV], gl.float32, O), m, l, count)
@@ -286,23 +326,82 @@ def _attend(w, piece, count, tensors, rings, bounds, scaling, GROUP: gl.constexp
     p = unpack(state.p, tensors.q.dtype, P)
     o = _sum_values(p, rings.v, slot, state.o, form)
     w = _hear_rest(w, rings.work, piece)
-    scale, lse = _totals(state.m, state.l, w, row, tensors.SINKS, scaling.factor, form)
+    scale, lse = _totals(state.m, state.l, w, row, tensors.SINKS, form)
     o, _ = warpgroup_mma_wait(0, deps=[o, p])
-    release(rings.v.empty.index(slot))
+    hand_over("arrive", slot, 1, form)
     o = o * gl.convert_layout(scale, ROWS, assert_trivial=True)[:, None]
-    _store(o.to(tensors.q.dtype), lse, w, row, rings.q.data.index(mine), tensors, form)
-    mbarrier.arrive(rings.q.empty.index(mine), count=1)
-    return state.count + 1
+    return pack(o, tensors.q.dtype), lse, w, state.count + 1
+
+
+@gluon.jit
+def _skip(w, piece, count, tensors, rings, bounds, GROUP: gl.constexpr, form: gl.constexpr):
+    """The same for rows beyond the sequence: tiles are given back unread, turns are passed on."""
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.DV, 16])
+    tile = w.last - 1
+    if w.end < w.last * form.BN:
+        _clear(rings.v, count, 0, w.end - tile * form.BN, GROUP, form)
+    slot, _ = slot_of(count, form.STAGES)
+    hand_over("arrive", slot, 0, form)
+    for _ in range(tile - w.first):
+        if form.PING_PONG:
+            named_barrier("sync", TURN + GROUP, 256)
+            named_barrier("arrive", TURN + (GROUP + 1) % form.GROUPS, 256)
+        k_slot, k_turn = slot_of(count + 1, form.STAGES)
+        mbarrier.wait(rings.k.full.index(k_slot), k_turn)
+        hand_over("arrive", k_slot, 0, form)
+        v_slot, v_turn = slot_of(count, form.STAGES)
+        mbarrier.wait(rings.v.full.index(v_slot), v_turn)
+        hand_over("arrive", v_slot, 1, form)
+        count += 1
+    if form.LOW:
+        dead = _first_key(w, bounds, form)
+        if dead > w.first * form.BN:
+            _clear(rings.v, count, dead - w.first * form.BN, form.BN, GROUP, form)
+    slot, turn = slot_of(count, form.STAGES)
+    mbarrier.wait(rings.v.full.index(slot), turn)
+    hand_over("arrive", slot, 1, form)
+    DV: gl.constexpr = form.DV
+    o = pack(gl.zeros([64, DV], gl.float32, O), tensors.q.dtype)
+    lse = gl.zeros([64], gl.float32, gl.SliceLayout(1, O))
+    return o, lse, _hear_rest(w, rings.work, piece), count + 1
 
 
 @gluon.jit
 def compute(tensors, rings, bounds, scaling, GROUP: gl.constexpr, form: gl.constexpr):
+    """Piece after piece; while one's O is stored, the first S of the next is multiplied.
+
+    Not where queries stay in shared memory: that came out wrong on the GPU.
+    """
     if form.PING_PONG and GROUP == form.GROUPS - 1:
         named_barrier("arrive", TURN, 256)
+    declare(GROUP)
     piece = gl.to_tensor(0)
     count = gl.to_tensor(0)
     w, more = _hear(rings.work, piece, form)
+    if form.Q_LOADED:
+        s = _first_scores(piece, count, more, rings, GROUP, form)
+        s = warpgroup_mma_wait(0, deps=[s])
     while more > 0:
-        count = _attend(w, piece, count, tensors, rings, bounds, scaling, GROUP, form)
+        if not form.Q_LOADED:
+            s = _first_scores(piece, count, more, rings, GROUP, form)
+            s = warpgroup_mma_wait(0, deps=[s])
+        row = w.row + GROUP * 64
+        if not form.RAGGED or row < w.q_len * form.PACK:
+            o, lse, w, count = _attend(
+                s, w, piece, count, tensors, rings, bounds, scaling, GROUP, form
+            )
+        else:
+            o, lse, w, count = _skip(w, piece, count, tensors, rings, bounds, GROUP, form)
+        mine, _ = _queries(piece, rings, GROUP, form)
+        if form.Q_STAGES == 1 or not form.Q_LOADED:  # the next Q may come to where O has been
+            _store(o, lse, w, row, rings.q.data.index(mine), tensors, form)
+            mbarrier.arrive(rings.q.empty.index(mine), count=1)
+        coming, more = _hear(rings.work, piece + 1, form)
+        if form.Q_LOADED:
+            s = _first_scores(piece + 1, count, more, rings, GROUP, form)
+            if form.Q_STAGES > 1:
+                _store(o, lse, w, row, rings.q.data.index(mine), tensors, form)
+                mbarrier.arrive(rings.q.empty.index(mine), count=1)
+            s = warpgroup_mma_wait(0, deps=[s])
+        w = coming
         piece += 1
-        w, more = _hear(rings.work, piece, form)

@@ -18,6 +18,7 @@ class Form(NamedTuple):
     PACK: int  # query heads of a kv head whose rows lie side by side, token by token
     BOX: int  # rows of K or V that one copy brings
     PAGED: bool
+    PARTED: bool  # a page is several copies, which need not make a tile
     INCLUDED: bool  # lengths count the new tokens already
     LEFT: bool
     RIGHT: bool
@@ -25,7 +26,10 @@ class Form(NamedTuple):
     LOW: bool  # keys may begin behind the first slot of a tile
     EDITED: bool  # scores are changed before the softmax
     CAPPED: bool
+    RAGGED: bool  # sequences may have fewer rows than q has room for
     PING_PONG: bool
+    Q_LOADED: bool  # queries in registers while they are multiplied
+    RUNS: Any  # layouts of tiles of K and V, where a box is all channels of a page
 
 
 class Index(NamedTuple):
@@ -39,6 +43,7 @@ class Index(NamedTuple):
     LEFTPAD: Any
     ROWS: Any
     PAGES: Any
+    ORDER: Any  # of the sequences of a ragged batch, as `order` leaves it
 
 
 class Sizes(NamedTuple):
@@ -84,6 +89,17 @@ class Work(NamedTuple):
     live: Any  # whether there are rows at all
 
 
+class Tiles(NamedTuple):
+    """What of a piece of work the copying warps need."""
+
+    line: Any
+    shift: Any
+    head: Any  # of K and V
+    first: Any
+    last: Any
+    end: Any  # of the slots that exist
+
+
 @gluon.jit
 def floor_to(x, step):
     """The multiple of step at or below x, for negative x too."""
@@ -92,15 +108,55 @@ def floor_to(x, step):
 
 
 @gluon.jit
-def _sequence(EDGES, batch, tile, PACK: gl.constexpr, BM: gl.constexpr):
-    """The sequence of a row tile; its first tile is edges[b] * PACK // BM + b."""
+def all_pieces(at, n):
+    """How many pieces there are; without an order they are counted from above."""
+    if at.ORDER is None:
+        return n.pieces
+    else:
+        return gl.load(at.ORDER + 2 * n.batch).to(gl.int32) * n.heads
+
+
+@gluon.jit
+def _mixed(t, at, n):
+    """The pieces of few rows, which are the last ones, spread evenly among the others.
+
+    They wait for memory, the others for the tensor cores.
+    """
+    whole = gl.load(at.ORDER + 2 * n.batch).to(gl.int32) * n.heads
+    few = gl.load(at.ORDER + 2 * n.batch + 1).to(gl.int32) * n.heads
+    if (few > 0) & (few < whole):
+        before = (t.to(gl.int64) * few // whole).to(gl.int32)
+        after = ((t + 1).to(gl.int64) * few // whole).to(gl.int32)
+        t = gl.where(after > before, whole - few + before, t - before)
+    return t
+
+
+@gluon.jit
+def at_once(w, at, n):
+    """How many pieces to take behind this one: to deal out a short one takes as long as itself."""
+    if at.ORDER is None:
+        return gl.to_tensor(1)
+    else:
+        whole = gl.load(at.ORDER + 2 * n.batch)
+        few = gl.load(at.ORDER + 2 * n.batch + 1)
+        tiles = w.last - w.first
+        number = gl.where(tiles > 1, 2, 4)
+        return gl.where((tiles > 3) | ((few > 0) & (few < whole)), 1, number)
+
+
+@gluon.jit
+def _sequence(at, batch, tile, PACK: gl.constexpr, BM: gl.constexpr):
+    """The number in order of the sequence that a row tile belongs to, and its first tile."""
     LANES: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     lane = gl.arange(0, 128, layout=LANES)
     before = 0
     for i in range(0, batch, 128):
         b = i + lane
-        edge = gl.load(EDGES + b, mask=b < batch, other=0)
-        starts = (edge * PACK // BM + b <= tile) & (b < batch)
+        if at.ORDER is None:
+            first = gl.load(at.Q_EDGES + b, mask=b < batch, other=0) * PACK // BM + b
+        else:
+            first = gl.load(at.ORDER + batch + b, mask=b < batch, other=0).to(gl.int32)
+        starts = (first <= tile) & (b < batch)
         before += gl.sum(starts.to(gl.int32), 0)
     return gl.maximum(before - 1, 0)
 
@@ -153,7 +209,10 @@ def _visible(first_place, last_place, start, end, bounds, form: gl.constexpr):
 
 @gluon.jit
 def work_of(t, at, n, bounds, form: gl.constexpr):
-    """Piece t of the work: sections of heads whose keys fit the L2 cache, long rows first."""
+    """Piece t of the work: sections of heads whose keys fit the L2 cache, long rows first.
+
+    With it how many of the pieces that follow differ in their head alone.
+    """
     BM: gl.constexpr = 64 * form.GROUPS
     PACK: gl.constexpr = form.PACK
     if at.Q_EDGES is None:
@@ -162,10 +221,17 @@ def work_of(t, at, n, bounds, form: gl.constexpr):
         q_first = b * 0
         q_len = n.queries
     else:
-        b = _sequence(at.Q_EDGES, n.batch, t // n.heads, PACK, BM)
+        if at.ORDER is not None:
+            t = _mixed(t, at, n)
+        number = _sequence(at, n.batch, t // n.heads, PACK, BM)
+        b = number
+        if at.ORDER is not None:
+            b = gl.load(at.ORDER + number).to(gl.int32)
         q_first = gl.maximum(gl.load(at.Q_EDGES + b), 0)
         q_len = gl.minimum(gl.load(at.Q_EDGES + b + 1), n.queries) - q_first
         before = q_first * PACK // BM + b
+        if at.ORDER is not None:
+            before = gl.load(at.ORDER + n.batch + number).to(gl.int32)
     if at.USED is not None:
         q_len = gl.minimum(q_len, gl.load(at.USED + b))
     line, shift, start, end, active = _keys(b, at, n, form)
@@ -192,4 +258,12 @@ def work_of(t, at, n, bounds, form: gl.constexpr):
     return Work(
         b, head * PACK, row, q_first, q_len, start, end, first, last, active.to(gl.int32),
         gl.where(active, line, n.rows), shift, live.to(gl.int32),
+    ), width - 1 - rest % width  # fmt: skip
+
+
+@gluon.jit
+def next_head(w, form: gl.constexpr):
+    return Work(
+        w.b, w.head + form.PACK, w.row, w.q_first, w.q_len, w.start, w.end, w.first, w.last,
+        w.active, w.line, w.shift, w.live,
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """From scores to probabilities, in the registers of one warpgroup: edits, masks, softmax."""
 
 from kvattn.kernels.hopper.compat import gl, gluon
+from kvattn.kernels.hopper.references import lower
 from kvattn.kernels.hopper.schedule import floor_to
 
 
@@ -101,31 +102,42 @@ def _row_max(s):
 
 
 @gluon.jit
-def _row_sum(s):
+def _thread_sums(s):
+    """[M, 4]: what each of a row's four threads has."""
     if s.shape[1] >= 64:
         a, b = _halves(s)
         s = a + b
     if s.shape[1] >= 64:
         a, b = _halves(s)
         s = a + b
-    return gl.sum(s, 1)
+    return gl.sum(gl.sum(s.reshape([s.shape[0], s.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
-def softmax(s, m, factor, ROWS: gl.constexpr, MASKED: gl.constexpr):
-    """One tile: new maxima, the factor for what was summed before, sums, probabilities.
+def softmax_masked(s, m, factor, ROWS: gl.constexpr, SPARE: gl.constexpr):
+    """One tile: new references, the factor for what was summed before, sums, probabilities.
 
-    `factor` takes scores to units of log2.
+    `factor` takes scores to units of log2, those of references.
     """
-    top = gl.maximum(m, gl.convert_layout(_row_max(s), ROWS, assert_trivial=True))
-    safe = top
-    if MASKED:
-        safe = gl.where(top == float("-inf"), 0.0, top)
-    shift = safe * factor
-    alpha = gl.exp2(m * factor - shift)
+    top = gl.convert_layout(_row_max(s), ROWS, assert_trivial=True) * factor
+    grown = top > m
+    top = gl.where(grown, top + SPARE, m)
+    shift = gl.where(top == float("-inf"), 0.0, top)
+    alpha = gl.where(grown, gl.exp2(m - shift), 1.0)
     shift = gl.convert_layout(shift, gl.SliceLayout(1, s.type.layout), assert_trivial=True)
     p = gl.exp2(s * factor - shift[:, None])
-    return top, alpha, gl.convert_layout(_row_sum(p), ROWS, assert_trivial=True), p
+    return top, alpha, _thread_sums(p), p
+
+
+@gluon.jit
+def softmax(s, m, factor, SPARE: gl.constexpr, GROUP: gl.constexpr):
+    """The same where rows see all keys: no maximum is looked for unless it is needed."""
+    shift = gl.where(m == float("-inf"), 0.0, m)
+    shift = gl.convert_layout(shift, gl.SliceLayout(1, s.type.layout), assert_trivial=True)
+    x, top = lower(s * factor - shift[:, None], m, SPARE, GROUP)
+    alpha = gl.where(top == m, 1.0, gl.exp2(m - top))
+    p = gl.exp2(x)
+    return top, alpha, _thread_sums(p), p
 
 
 @gluon.jit
