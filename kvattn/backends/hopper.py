@@ -18,7 +18,7 @@ lasting = True
 
 _ROWS = 64  # packed query rows of a kv head, on average, from which this backend is the faster
 _PROGRAMS = 64  # row tiles that keep half of the processors busy
-_NARROW = 512  # keys of a window up to which, at head dim 64, half of a tile of pages is wasted
+_NARROW = 512  # keys of a window up to which, at head dim 64, half of a tile is wasted
 _LONG = 4096  # keys from which splitting them among the idle ones pays
 _CAP = 128.0  # larger softcaps need tanh near 0 more exactly than the kernels have it
 _BOUND = 52.0  # softcaps with which triton needs no maximum of a row
@@ -131,8 +131,8 @@ def _rows_refuse(facts: Facts, few_rows: str) -> str | None:
     if plain and 0 < facts.option("softcap") <= _BOUND and max(q[-1], _slots(facts)[3]) <= 128:
         return "a softcap at head dims up to 128 is faster in the triton backend"
     left = facts.option("window")[0]
-    if q[-1] <= 64 and left is not None and left < _NARROW and facts.has("page_table"):
-        return f"a window of {left + 1} keys over pages at head dim {q[-1]} is faster in triton"
+    if q[-1] <= 64 and left is not None and left < _NARROW:
+        return f"a window of {left + 1} keys at head dim {q[-1]} is faster in the triton backend"
     programs = -(-rows // 128) * _slots(facts)[2] * facts.batch
     if programs < _PROGRAMS and _capacity(facts) > _LONG:
         return f"{programs} row tiles leave processors idle; the triton backend splits the keys"
