@@ -170,13 +170,16 @@ class Numbers:
     """Shared memory of plain numbers."""
 
     def __init__(self, data: Tensor) -> None:
-        self.data = data
+        self.data, self.shape = data, list(data.shape)
 
     def index(self, i: Any) -> Numbers:
         return Numbers(self.data[_raw(i)])
 
-    def slice(self, start: int, length: int) -> Numbers:
-        return Numbers(self.data[start : start + length])
+    def slice(self, start: int, length: int, dim: int = 0) -> Numbers:
+        return Numbers(self.data.narrow(dim, start, length))
+
+    def permute(self, order: Sequence[int]) -> Numbers:
+        return Numbers(self.data.permute(list(order)))
 
     def load(self, layout: Any) -> Value:
         return Value(self.data.clone())

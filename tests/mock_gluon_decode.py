@@ -31,14 +31,41 @@ class Boxes:
         return Boxes(self.flat[at : at + size], self.box[1:])
 
     def fill(self, box: Tensor) -> None:
-        lines = box.reshape(-1, LINE // 8, 8)
-        number = torch.arange(lines.shape[0])[:, None] % 8
-        self.flat.copy_(
-            lines.gather(1, (torch.arange(8) ^ number)[..., None].expand(-1, -1, 8)).flatten()
-        )
+        self.flat.copy_(_swizzled(box.reshape(-1, LINE)).flatten())
 
     def seen_as(self, shape: Sequence[int], layout: list[list[int]]) -> Linear:
         return Linear(self.flat.view(shape[0], -1), list(shape[1:]), layout)
+
+
+def _swizzled(lines: Tensor) -> Tensor:
+    """Pieces of 8 elements of each line [.., LINE] in an order of its number; the way back too."""
+    pieces = lines.reshape(-1, LINE // 8, 8)
+    number = torch.arange(pieces.shape[0])[:, None] % 8
+    order = (torch.arange(8) ^ number)[..., None].expand(-1, -1, 8)
+    return pieces.gather(1, order).reshape(lines.shape)
+
+
+class Columns(base.Tile):
+    """A tile that wgmma reads: [column blocks, rows, LINE], its lines swizzled."""
+
+    def __init__(self, blocks: Tensor, turned: bool = False) -> None:
+        super().__init__(blocks, turned)
+        if blocks.dim() == 3:
+            self.shape = [blocks.shape[1], blocks.shape[0] * LINE]
+
+    def slice(self, start: int, length: int, dim: int) -> Columns:
+        assert dim == start % 8 == length % 8 == 0
+        return Columns(self.blocks[:, start : start + length])
+
+    def matrix(self) -> Tensor:
+        whole = torch.stack([_swizzled(block) for block in self.blocks]).transpose(0, 1).flatten(1)
+        return whole.T if self.turned else whole
+
+    def store(self, value: Value) -> None:
+        rows, columns = value.data.shape
+        for block, part in zip(self.blocks, value.data.split(LINE, 1), strict=True):
+            block.copy_(_swizzled(part.contiguous()))
+        assert self.shape == [rows, columns]
 
 
 class Linear:
@@ -70,6 +97,9 @@ class Linear:
 
 
 def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
+    if dtype.itemsize == 2 and len(shape) == 2:
+        rows, columns = shape
+        return Columns(torch.full((columns // LINE, rows, LINE), float("nan"), dtype=dtype))
     if layout == "plain":
         return base.Numbers(torch.full(shape, 77, dtype=dtype))
     if len(shape) == 6:
@@ -101,6 +131,9 @@ def _reinterpret(boxes: Any, dtype: torch.dtype, shape: Sequence[int], layout: A
     if isinstance(boxes, base.Numbers):
         assert list(shape) == list(boxes.data.shape)
         return boxes
+    if not isinstance(layout, list):
+        stages, rows, columns = (int(n) for n in shape)
+        return Columns(boxes.flat.view(stages, columns // LINE, rows, LINE))
     return boxes.seen_as([int(n) for n in shape], layout)
 
 
@@ -222,4 +255,4 @@ Value.dtype = property(lambda self: self.data.dtype)  # type: ignore[attr-define
 Pointer.dtype = property(  # type: ignore[attr-defined]
     lambda self: SimpleNamespace(element_ty=self.tensor.dtype)
 )
-Value.__rshift__ = lambda self, n: Value(self.data >> n)  # type: ignore[operator]
+Value.__rshift__ = lambda self, n: Value(self.data >> base._raw(n))  # type: ignore[operator]

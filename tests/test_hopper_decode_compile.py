@@ -19,7 +19,7 @@ from kvattn.testing import Case, make_inputs
 
 __all__ = ["machine"]
 
-SPILLS = 256  # bytes of an attending thread, none of them in the loop over whole tiles
+SPILLS = 320  # bytes of an attending thread, none of them in the loop over whole tiles
 RESERVED = 1 << 10  # bytes of shared memory that every program costs
 
 
@@ -58,6 +58,10 @@ def count(lines: list[str], instruction: str) -> int:
     return sum(bool(re.search(rf"\s{instruction}[.\s]", line)) for line in lines)
 
 
+def find(lines: list[str], pattern: str, start: int = 0) -> int:
+    return next(i for i in range(start, len(lines)) if re.search(pattern, lines[i]))
+
+
 def compiled(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int, Code]:
     from kvattn.backends import hopper_decode_launch
 
@@ -92,6 +96,8 @@ CASES = [
     Case("dense-fp16-one", **{**FEW, "batch": 1, "lengths": 5000, "dtype": F16}),
     Case("draft-16-rows", batch=8, lengths=900, page_size=64, seqlen_q=4, new=4, rotary=64, **FEW),
     Case("draft-32-rows", batch=8, lengths=900, page_size=64, seqlen_q=8, new=8, rotary=64, **FEW),
+    Case("draft-64-rows", batch=8, lengths=900, page_size=16, seqlen_q=8, new=8, rotary=64,
+         **{**FEW, "heads": 16}),
     Case("window-sinks-d64", batch=2, lengths=900, page_size=32, window=(127, 0), sinks=F32,
          **{**FEW, "dim": 64}),
 ]  # fmt: skip
@@ -105,15 +111,24 @@ def test_compiles_to_what_is_meant(
     assert programs * (code.shared + RESERVED) <= SHARED + RESERVED
     assert code.spills <= SPILLS
     assert "Too many maxnreg" not in code.log
-    loops = code.loops("HMMA")
+    product = "HGMMA" if form.WIDE else "HMMA"
+    loops = code.loops(product)
     assert loops
     tile = min(loops, key=len)  # without a mask
     assert count(tile, "STL") + count(tile, "LDL") == 0
     assert count(tile, "BAR") <= 1  # no exchange between the warps
-    products = form.NK // 8 * form.D // 16 + form.DV // 16 * form.NK // 16 * max(
-        1, min(form.R, 16) // 8
-    )
-    assert count(tile, "HMMA") == products
+    if form.WIDE:
+        assert count(tile, product) == form.D // 16 + form.BN // 16
+    else:
+        values = form.DV // 16 * form.NK // 16 * min(form.R, 16) // 8
+        assert count(tile, product) == form.NK // 8 * form.D // 16 + values
     copies = code.loops("UTMALDG")
     assert copies
-    assert count(copies[0], "UTMALDG") == 2 * form.BN // form.BOX
+    columns = (form.D + form.DV) // 64 if form.WIDE else 2
+    assert count(copies[0], "UTMALDG") == columns * form.BN // form.BOX
+    if form.BM < 64:
+        first = find(code.lines, r"LDG\.E\.128")
+        border = find(code.lines, r"SYNCS\.PHASECHK", first)
+        room = find(code.lines, r"STS\.128", first)
+        assert border < room
+        assert count(code.lines[border:room], r"LDG") == 0  # all was asked for before a wait

@@ -5,9 +5,8 @@ from __future__ import annotations
 from kvattn.backends import prefix
 from kvattn.request import Facts
 
-ROWS = 32  # packed query rows of a sequence at most
-FASTER = 16  # of them, up to which this kernel is the faster one
-MANY = 1024  # sequences times kv heads from which it no longer is
+ROWS = 64  # packed query rows of a sequence at most
+FASTER = 32  # of them, up to which this kernel is known to be the faster one
 BATCH = 512  # sequences whose lengths one program adds up
 _LINES = 8  # slots of a page that a copy brings at least
 _DIMS = (64, 128)
@@ -44,9 +43,7 @@ def _slower(facts: Facts) -> str | None:
     rows = facts.tensor("q").shape[1] * facts.tensor("q").shape[2]
     heads = facts.tensor("v_cache").shape[2]
     if rows > FASTER * heads:
-        return f"decode of {rows // heads} query rows for each kv head is as fast in triton"
-    if facts.batch * heads > MANY:
-        return f"{facts.batch} sequences keep every processor reading in the triton backend too"
+        return f"decode of {rows // heads} query rows for each kv head was not faster here"
     return None
 
 

@@ -22,6 +22,7 @@ _LINE = 64  # elements of 128 bytes, the unit that shared memory is swizzled by
 _REGISTERS = 40  # of the copying warp
 _RING = 192 << 10  # bytes of shared memory for tiles
 _MOST = 248  # of an attending one
+_WAVES = 4  # of programs, up to which the first tiles are called for early
 _NONE = triton_decode.Common()
 
 
@@ -37,7 +38,13 @@ class Tiling:
     parts: int  # runs for all of them, if not
     programs: int  # of a processor
     box: int  # keys of a copy
+    ahead: int  # tiles that are called for before the kernel in front has ended
     overlap: bool = True
+
+    @property
+    def wide(self) -> bool:
+        """Whether a warpgroup multiplies all rows at once."""
+        return self.rows > 32
 
     def slots(self, batch: int) -> int:
         """Runs that there may be."""
@@ -46,15 +53,15 @@ class Tiling:
 
 def tiling(r: Request) -> Tiling:
     s = triton_decode.shape_of(r)
-    rows = next(n for n in (8, 16, 32) if n >= min(s.rows, 32))
+    rows = next(n for n in (8, 16, 32, 64) if n >= min(s.rows, 64))
     row_tiles = -(-s.rows // rows)
-    keys, programs = 16, 1 if rows > 8 or s.dims > 256 else 2
+    keys, programs = 16, 1 if rows == 32 or s.dims > 256 else 2
     stages = min(6, _RING // programs // (4 * keys * s.dims * s.width))
-    if rows > 16:
-        stages = min(stages, 4)
     programs_each = s.heads * row_tiles
     most = max(1, -(-s.capacity // (4 * keys)))
     parts = max(1, s.processors * programs // programs_each)
+    if rows == 32:
+        stages = min(stages, 5)  # the sums of eight warps take the room of one
     if s.splits > 0:
         each = s.splits
     elif s.batch == 1:
@@ -64,7 +71,10 @@ def tiling(r: Request) -> Tiling:
     each, parts = min(each, most), min(parts if s.batch > 1 else each, s.batch * most)
     # small boxes: both halves of a row are read at about the same time
     box = 8 if r.paged and r.page_size % 16 else 16
-    return Tiling(rows, row_tiles, keys, stages, each, parts, programs, box)
+    # what is called for beside many programs that still read slows them down
+    waves = max(each * s.batch, parts) * programs_each / (s.processors * programs)
+    ahead = 1 if waves <= _WAVES else 0
+    return Tiling(rows, row_tiles, keys, stages, each, parts, programs, box, ahead)
 
 
 @functools.cache
@@ -85,15 +95,27 @@ def _tiles(keys: int, dim: int, box: int) -> Any:
     return gl.SharedLinearLayout(bases, [], 1024)
 
 
-def _box(cache: Tensor, rows: int, dim: int) -> Any:
+@functools.cache
+def _columns() -> Any:
+    """A tile as wgmma reads it: all its keys of 64 channels, then those of the next."""
+    return gl.NVMMASharedLayout(128, 16, rank=2)
+
+
+def _box(cache: Tensor, rows: int, blocks: int) -> Any:
     """[row or page, kv head, block of channels, slot, channel]."""
     n, slots, heads, width = cache.shape
     b, s, h, _ = cache.stride()
     shape = [n, heads, width // _LINE, slots, _LINE]
     spare = -(-width // 8) * 8
     steps = [x if size > 1 else spare for size, x in zip(shape, (b, h, _LINE, s), strict=False)]
-    box = [1, 1, dim // _LINE, rows, _LINE]
+    box = [1, 1, blocks, rows, _LINE]
     return TensorDescriptor(cache, shape, [*steps, 1], box, gl.NVMMASharedLayout(128, 16, rank=5))
+
+
+def _divisor(n: int) -> tuple[int, int, int]:
+    """n, and what x // n is for 0 <= x < 2 ** 31: x * factor >> shift; factors exceed 31 bits."""
+    shift = 31 + (n - 1).bit_length()
+    return n, (1 << shift) // n + 1, shift
 
 
 def _steps(x: Tensor | None) -> tuple[int, ...]:
@@ -108,16 +130,17 @@ def _form(r: Request, t: Tiling, common: triton_decode.Common) -> Form:
     mr = min(t.rows, triton.next_power_of_2(r.lead.shape[1] * r.heads // r.kv_heads))
     return Form(
         D=d, DV=dv, DIM=dim, DIM_V=dim_v, HEADS=r.kv_heads, GROUP=r.heads // r.kv_heads,
-        R=t.rows, TILES=t.row_tiles, WK=4, WR=max(1, t.rows // 16), NK=t.keys, STAGES=t.stages,
-        BOX=t.box, PAGE=r.page_size if r.paged else 0,
+        R=t.rows, TILES=t.row_tiles, WK=4, WR=2 if t.rows == 32 else 1, WIDE=t.wide, NK=t.keys,
+        STAGES=t.stages, BOX=t.box, PAGE=r.page_size if r.paged else 0,
         BATCH=triton.next_power_of_2(r.batch),
-        NEW=triton.next_power_of_2(new) if new else 0,
+        NEW=0 if new == 0 else 8 if new <= 8 else 16,
         HALF=0 if r.rotary_cos is None else r.rotary_cos.shape[1],
         INTERLEAVED=r.rotary_interleaved, ADVANCE=int(r.local), EPS=triton_launch.eps(r),
         LEFT=left is not None, RIGHT=right is not None, CAPPED=r.softcap > 0,
-        MR=mr, SPAN=max(1, 64 * max(1, t.rows // 16) // max(4, mr) // max(1, dv // 128)),
+        MR=mr, SPAN=max(1, 64 * (2 if t.rows == 32 else 1) // max(4, mr) // max(1, dv // 128)),
         OVERLAP=t.overlap, COMMON=common.shares > 0,
-        k_layout=_tiles(t.keys, d, t.box), v_layout=_tiles(t.keys, dv, t.box),
+        k_layout=_columns() if t.wide else _tiles(t.keys, d, t.box),
+        v_layout=_columns() if t.wide else _tiles(t.keys, dv, t.box),
     )  # fmt: skip
 
 
@@ -169,13 +192,14 @@ def decode(
     part = stats = count = None
     if slots > 1:
         part = target().scratch("part", 2 * programs * t.rows * form.DV, device)
-        stats = target().scratch("stats", 4 * programs * t.rows, device)
+        stats = target().scratch("stats", 2 * programs * t.rows, device)
         count = target().counters(programs, device)
     k, v = (triton_launch.unit(r.k), triton_launch.unit(r.v)) if form.NEW else (None, None)
     left, right = r.window
     table_stride, lines, blocks, _ = triton_launch.table(r)
     args = (
-        _box(k_cache, form.BOX, form.D), _box(r.pool, form.BOX, form.DV), q, k_cache, r.pool, out,
+        _box(k_cache, form.BOX, 1 if form.WIDE else form.D // _LINE),
+        _box(r.pool, form.BOX, 1 if form.WIDE else form.DV // _LINE), q, k_cache, r.pool, out,
         lse if r.return_lse else None, part, stats, count, k, v,
         r.cache_seqlens, r.cache_batch_idx, r.page_table, triton_launch.rotary(r.rotary_cos),
         triton_launch.rotary(r.rotary_sin), r.rotary_seqlens, r.sinks,
@@ -183,9 +207,9 @@ def decode(
         triton_launch.unit(r.k_norm_weight) if form.NEW else None, common.part, common.stats,
         q.stride()[:3], triton_launch.strides(k_cache), triton_launch.strides(r.pool),
         out.stride()[:3], lse.stride(), *map(_steps, (k, v)),
-        table_stride, r.batch, t.each, t.parts, slots, q.shape[1], triton_launch.fresh(r),
-        r.capacity, lines, blocks, 0 if r.rotary_cos is None else r.rotary_cos.shape[0],
-        common.keys, common.shares,
+        table_stride, r.batch, *_divisor(t.each * r.batch), *_divisor(t.parts), slots, q.shape[1],
+        triton_launch.fresh(r), r.capacity, lines, blocks, t.ahead,
+        0 if r.rotary_cos is None else r.rotary_cos.shape[0], common.keys, common.shares,
         r.softmax_scale * (1.0 if r.softcap > 0 else _LOG2E), r.softcap, left or 0, right or 0,
     )  # fmt: skip
     options = {"launch_pdl": True} if t.overlap else {}

@@ -13,6 +13,8 @@ PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1" and torch.version.h
 
 # KIND, how a cache's elements are stored: 0 wide floats, 1 e4m3 and 2 e5m2 as bytes, 3 int8.
 
+_EVERYWHERE = tl.constexpr("")  # caches that a load goes through
+
 
 @triton.jit
 def widen(x, KIND: tl.constexpr, DTYPE: tl.constexpr):
@@ -177,6 +179,7 @@ def rotated(
 @triton.jit
 def keys_of(
     b, LENGTHS, K_EDGES, NEW_EDGES, LEFTPAD, ROWS, steps, capacity, rows, INCLUDED: tl.constexpr,
+    CACHED: tl.constexpr = _EVERYWHERE,
 ):  # fmt: skip
     """Where sequence b's keys are: (line of the table or cache, its shift in a packed cache,
     first row, logical keys, rows before the new tokens, whether it takes part)."""
@@ -186,7 +189,7 @@ def keys_of(
         start = tl.maximum(tl.load(LEFTPAD + b), 0)
     line = b
     if ROWS is not None:
-        line = tl.load(ROWS + b).to(tl.int64)
+        line = tl.load(ROWS + b, cache_modifier=CACHED).to(tl.int64)
     shift = b * 0
     limit = zero + capacity
     if K_EDGES is not None:
@@ -196,7 +199,7 @@ def keys_of(
     end = limit
     old = end
     if LENGTHS is not None:
-        end = tl.load(LENGTHS + b)
+        end = tl.load(LENGTHS + b, cache_modifier=CACHED)
         active = active & (end >= 0)
         fresh = steps
         if NEW_EDGES is not None:

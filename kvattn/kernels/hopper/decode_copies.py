@@ -16,7 +16,7 @@ def _pages(tile, lane, share, at, form: gl.constexpr):
     """
     BOXES: gl.constexpr = form.BN // form.BOX
     key = key_of(share, tile + lane // BOXES, form) + lane % BOXES * form.BOX
-    there = (key >= 0) & (key < share.high)
+    there = (key >= 0) & (key < share.stored)
     if form.PAGE > 0:
         line = at.PAGES + share.line * at.table_stride
         return gl.load(line + key // form.PAGE, mask=there, other=-1)
@@ -25,11 +25,24 @@ def _pages(tile, lane, share, at, form: gl.constexpr):
 
 
 @gluon.jit
+def _fill(desc, data, full, slot, j, page, share, key, D: gl.constexpr, form: gl.constexpr):
+    """The j-th keys of a tile; blocks of 64 channels lie together in a box, or each in a column."""
+    BOXES: gl.constexpr = form.BN // form.BOX
+    WIDTH: gl.constexpr = desc.block_type.shape[2]
+    COLUMNS: gl.constexpr = D // 64 // WIDTH
+    spot = _spot(key + j * form.BOX, form)
+    for c in gl.static_range(COLUMNS):
+        load_box(desc, [page, share.head, c * WIDTH, spot, 0], full,
+                 data.index((slot * COLUMNS + c) * BOXES + j))  # fmt: skip
+
+
+@gluon.jit
 def _copy_share(k, v, ring, share, done, lane, at, form: gl.constexpr):
     """All tiles of a share; `done` tiles went through the ring before."""
     BOXES: gl.constexpr = form.BN // form.BOX
     AHEAD: gl.constexpr = _LANES // BOXES  # tiles whose pages are loaded together
-    BYTES: gl.constexpr = BOXES * (k.block_type.nbytes + v.block_type.nbytes)
+    K_BYTES: gl.constexpr = 2 * form.BN * form.D
+    V_BYTES: gl.constexpr = 2 * form.BN * form.DV
     tile = gl.to_tensor(0)
     pages = _pages(tile, lane, share, at, form)
     while tile < share.count:
@@ -38,17 +51,17 @@ def _copy_share(k, v, ring, share, done, lane, at, form: gl.constexpr):
             slot, turn = slot_of(done + tile + i, form.STAGES)
             key = key_of(share, tile + i, form)
             mbarrier.wait(ring.empty.index(slot), turn ^ 1)
-            mbarrier.expect(ring.full.index(slot), BYTES)
+            mbarrier.expect(ring.k_full.index(slot), K_BYTES)
             found = ()
             for j in gl.static_range(BOXES):
                 page = gl.sum(gl.where(lane == i * BOXES + j, pages, 0), 0)
                 page = gl.where((page >= 0) & (page < at.blocks), page, at.blocks)
                 found = found + (page,)  # noqa: RUF005
-                load_box(k, [page, share.head, 0, _spot(key + j * form.BOX, form), 0],
-                         ring.full.index(slot), ring.k.index(slot * BOXES + j))  # fmt: skip
+                _fill(k, ring.k, ring.k_full.index(slot), slot, j, page, share, key, form.D, form)
+            mbarrier.expect(ring.v_full.index(slot), V_BYTES)
             for j in gl.static_range(BOXES):
-                load_box(v, [found[j], share.head, 0, _spot(key + j * form.BOX, form), 0],
-                         ring.full.index(slot), ring.v.index(slot * BOXES + j))  # fmt: skip
+                _fill(v, ring.v, ring.v_full.index(slot), slot, j, found[j], share, key, form.DV,
+                      form)  # fmt: skip
         pages = coming
         tile += AHEAD
 
@@ -63,18 +76,20 @@ def _spot(key, form: gl.constexpr):
 
 
 @gluon.jit
-def _touch(lane, at, form: gl.constexpr):
-    """Calls for the page numbers that are wanted if sequences are alike and not long.
-
-    Lengths are on their way meanwhile; pages are known sooner if they have arrived as well.
-    """
+def _guess(lane, at, form: gl.constexpr):
+    """Where page numbers lie that are wanted if sequences are alike, one a line of the cache."""
     LINE: gl.constexpr = 32  # entries that come together
     group = gl.program_id(0) // (form.HEADS * form.TILES)
     b = group * 0
     if form.BATCH > 1:
         b = group * at.batch // at.slots
     last = (at.capacity - 1) // form.PAGE
-    entry = at.PAGES + b.to(gl.int64) * at.table_stride + gl.minimum(lane % 8 * LINE, last)
+    return at.PAGES + b.to(gl.int64) * at.table_stride + gl.minimum(lane * LINE, last)
+
+
+@gluon.jit
+def _touch(entry):
+    """Lengths are on their way meanwhile; pages are known sooner if they have arrived as well."""
     gl.inline_asm_elementwise(
         "prefetch.global.L1 [$1];\n\tmov.u32 $0, 0;", "=r,l", [entry.to(gl.int64, bitcast=True)],
         dtype=gl.int32, is_pure=False, pack=1,
@@ -82,16 +97,34 @@ def _touch(lane, at, form: gl.constexpr):
 
 
 @gluon.jit
+def _know(k, v, ring, at, form: gl.constexpr):
+    """Copies nothing, from behind the last block: what describes the caches is fetched for it."""
+    mbarrier.expect(ring.ready.index(0), k.block_type.nbytes + v.block_type.nbytes)
+    load_box(k, [at.blocks, 0, 0, 0, 0], ring.ready.index(0), ring.k.index(0))
+    load_box(v, [at.blocks, 0, 0, 0, 0], ring.ready.index(0), ring.v.index(0))
+
+
+@gluon.jit
 def copy(k, v, ring, at, mask, form: gl.constexpr):
-    after_previous_kernel(form)
+    _know(k, v, ring, at, form)
     LANES: gl.constexpr = gl.BlockedLayout([1], [_LANES], [1], [0])
     lane = gl.arange(0, _LANES, layout=LANES)
+    entry = lane
     if form.PAGE > 0:
-        _touch(lane, at, form)
-    run = run_of(at, mask, 1, form)
+        entry = _guess(lane, at, form)
+    after_previous_kernel(form)
+    if form.PAGE > 0:
+        _touch(entry)
+    run, extent = run_of(at, mask, 1, "", form)
+    mbarrier.wait(ring.ready.index(0), 0)
     done = gl.to_tensor(0)
-    while run.at < run.end:
-        share = share_of(run, at, mask, form)
-        _copy_share(k, v, ring, share, done, lane, at, form)
-        done += share.count
-        run = after(run, share)
+    if form.BATCH == 1:
+        if run.at < run.end:
+            share = share_of(run, extent, at, mask, "", form)
+            _copy_share(k, v, ring, share, done, lane, at, form)
+    else:
+        while run.at < run.end:
+            share = share_of(run, extent, at, mask, "", form)
+            _copy_share(k, v, ring, share, done, lane, at, form)
+            done += share.count
+            run = after(run, share)

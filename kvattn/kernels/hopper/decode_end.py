@@ -5,12 +5,12 @@ from kvattn.kernels.hopper.decode_parts import after_common_prefix
 
 
 @gluon.jit
-def _write(top, l, acc, results, strides, share, at, form: gl.constexpr):
-    """out and lse of all rows of acc; a sink is one more logit without a value."""
+def _write(top, l, acc, r, results, strides, share, at, form: gl.constexpr):
+    """out and lse of rows r of the share; a sink is one more logit without a value."""
     L: gl.constexpr = acc.type.layout
     top = gl.convert_layout(top, gl.SliceLayout(1, L), assert_trivial=True)
     l = gl.convert_layout(l, gl.SliceLayout(1, L), assert_trivial=True)
-    r = share.row + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, L))
+    r = share.row + r
     d = gl.arange(0, form.DV, layout=gl.SliceLayout(0, L))
     live = r < at.queries * form.GROUP
     head = share.head * form.GROUP + r % form.GROUP
@@ -45,6 +45,17 @@ def _spot(share, i):
 
 
 @gluon.jit
+def foresee(results, share):
+    """Calls for the counter of a sequence in several shares, whose place takes time to find."""
+    if results.PART is not None:
+        at = results.COUNT + gl.where(share.splits > 1, share.whole, 0)
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1];\n\tmov.u32 $0, 0;", "=r,l", [at.to(gl.int64, bitcast=True)],
+            dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
 def _common_spot(results, share, at, i, form: gl.constexpr):
     """Where the first of the program's rows is left of share i of a common prefix."""
     rows = at.queries * form.GROUP
@@ -70,10 +81,14 @@ def _merge(results, strides, share, at, form: gl.constexpr):
     for first in range(0, share.splits, SPAN):
         there = (first + i < share.splits)[:, None] & live[None, :]
         spots = _spot(share, first + i)[:, None] * form.R + r[None, :]
-        m, l, acc = _added(m, l, acc, results.PART, results.STATS, spots, there, d, form)
+        lse = gl.load(results.STATS + spots, mask=there, other=float("-inf"), cache_modifier=".cg")
+        ones = gl.where(there, 1.0, 0.0)
+        m, l, acc = _added(m, l, acc, results.PART, spots, lse, ones, there, d, form)
     if form.COMMON:
         m, l, acc = _with_common(m, l, acc, results, share, at, form)
-    _write(m, l, acc, results, strides, share, at, form)
+    A: gl.constexpr = acc.type.layout
+    r = gl.arange(0, form.MR, layout=gl.SliceLayout(1, A))
+    _write(m, l, acc, r, results, strides, share, at, form)
 
 
 @gluon.jit
@@ -83,6 +98,7 @@ def _with_common(m, l, acc, results, share, at, form: gl.constexpr):
     SPAN: gl.constexpr = form.SPAN * max(4, form.MR) // max(4, COUNT)  # as many registers
     F: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, form.WARPS, 1], [2, 1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(2, F)
+    STATS = results.COMMON_STATS
     i = gl.arange(0, SPAN, layout=gl.SliceLayout(1, ROWS))
     r = gl.arange(0, COUNT, layout=gl.SliceLayout(0, ROWS))
     live = share.row + r < at.queries * form.GROUP
@@ -94,21 +110,19 @@ def _with_common(m, l, acc, results, share, at, form: gl.constexpr):
     for first in range(0, results.common_shares, SPAN):
         there = (first + i < results.common_shares)[:, None] & live[None, :]
         spots = _common_spot(results, share, at, first + i, form)[:, None] + r[None, :]
-        m, l, acc = _added(
-            m, l, acc, results.COMMON, results.COMMON_STATS, spots, there, d, form,
-        )  # fmt: skip
+        m_i = gl.load(STATS + spots * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+        l_i = gl.load(STATS + spots * 2 + 1, mask=there, other=0, cache_modifier=".cg")
+        m, l, acc = _added(m, l, acc, results.COMMON, spots, m_i, l_i, there, d, form)
     return m, l, acc
 
 
 @gluon.jit
-def _added(m, l, acc, PART, STATS, spots, there, d, form: gl.constexpr):
+def _added(m, l, acc, PART, spots, m_i, l_i, there, d, form: gl.constexpr):
     """Sums of rows [MR, DV] with those that shares [SPAN, MR] left at their spots."""
     SUMMED: gl.constexpr = acc.type.layout
     x = gl.load(PART + gl.expand_dims(spots * form.DV, 2) + d,
                 mask=gl.expand_dims(there, 2) & (d >= 0), other=0,
                 cache_modifier=".cg")  # fmt: skip
-    m_i = gl.load(STATS + spots * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
-    l_i = gl.load(STATS + spots * 2 + 1, mask=there, other=0, cache_modifier=".cg")
     top = gl.maximum(m, gl.max(m_i, 0))
     safe = gl.where(top == float("-inf"), 0.0, top)
     alpha = gl.exp2(m - safe)
@@ -120,19 +134,10 @@ def _added(m, l, acc, PART, STATS, spots, there, d, form: gl.constexpr):
 
 
 @gluon.jit
-def finish(m, l, acc, results, strides, share, at, form: gl.constexpr):
-    """From the warps' m, l [WK, R] and acc [WK, DV, R] to out, or to a part of it."""
-    WK: gl.constexpr = form.WK
+def _combined(m, l, acc, sums, tops, totals, form: gl.constexpr):
+    """The warps' m, l [WK, N] and acc [WK, DV, N] as one."""
     F: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, form.WARPS, 1], [2, 1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(2, F)
-    SUMS: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0])
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    sums = gl.allocate_shared_memory(gl.float32, [WK, form.R, form.DV], SUMS)
-    tops = gl.allocate_shared_memory(gl.float32, [WK, form.R], PLAIN)
-    totals = gl.allocate_shared_memory(gl.float32, [WK, form.R], PLAIN)
-    if form.WR > 1:
-        acc = acc.reshape([WK, form.DV, 2, form.WR, 8]).permute([0, 1, 3, 2, 4])
-        acc = acc.reshape([WK, form.DV, form.R])
     sums.store(acc.permute([0, 2, 1]))
     tops.store(m)
     totals.store(l)
@@ -143,28 +148,90 @@ def finish(m, l, acc, results, strides, share, at, form: gl.constexpr):
     beta = gl.exp2(m - gl.where(top == float("-inf"), 0.0, top)[None, :])
     l = gl.sum(l * beta, 0)
     acc = gl.sum(acc * gl.expand_dims(beta, 2), 0)
+    return top, l, acc
+
+
+@gluon.jit
+def _halves(x, form: gl.constexpr):
+    """x [WK, .., R] in halves: of every 16 rows the first 8, and the others."""
+    WK: gl.constexpr = form.WK
+    N: gl.constexpr = form.R // 16
+    if len(x.shape) == 2:  # rows in their own order
+        x = x.reshape([WK, N, 2, 8]).permute([0, 1, 3, 2]).reshape([WK, form.R // 2, 2])
+    else:  # in the order of O
+        x = x.reshape([WK, x.shape[1], 2, form.R // 2]).permute([0, 1, 3, 2])
+    return x.split()
+
+
+@gluon.jit
+def finish(m, l, acc, results, strides, share, at, form: gl.constexpr):
+    """From the warps' m, l [WK, R] and acc [WK, DV, R] to out, or to a part of it.
+
+    More than 8 rows are put together in halves, as shared memory is short.
+    """
+    N: gl.constexpr = form.R if form.R == 8 else form.R // 2
+    SUMS: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    sums = gl.allocate_shared_memory(gl.float32, [form.WK, N, form.DV], SUMS)
+    tops = gl.allocate_shared_memory(gl.float32, [form.WK, N], PLAIN)
+    totals = gl.allocate_shared_memory(gl.float32, [form.WK, N], PLAIN)
+    if form.R == 8:
+        top, l, acc = _combined(m, l, acc, sums, tops, totals, form)
+        put(top, l, acc, 0, results, strides, share, at, form)
+    else:
+        m0, m1 = _halves(m, form)
+        l0, l1 = _halves(l, form)
+        acc0, acc1 = _halves(acc, form)
+        top, l, acc = _combined(m0, l0, acc0, sums, tops, totals, form)
+        put(top, l, acc, 0, results, strides, share, at, form)
+        top, l, acc = _combined(m1, l1, acc1, sums, tops, totals, form)
+        put(top, l, acc, 8, results, strides, share, at, form)
+    settle(results, strides, share, at, form)
+
+
+@gluon.jit
+def put(top, l, acc, FIRST: gl.constexpr, results, strides, share, at, form: gl.constexpr):
+    """Rows of a share to out, or to a part of it: 8 of every 16 from FIRST on, or all."""
     A: gl.constexpr = acc.type.layout
     top = gl.convert_layout(top, gl.SliceLayout(1, A), assert_trivial=True)
     l = gl.convert_layout(l, gl.SliceLayout(1, A), assert_trivial=True)
+    r = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, A))
+    if not form.WIDE and form.R > 8:
+        r = r // 8 * 16 + r % 8 + FIRST
     if results.PART is None:
-        _write(top, l, acc, results, strides, share, at, form)
+        _write(top, l, acc, r, results, strides, share, at, form)
+    elif form.APART == 1:
+        _leave(top, l, acc, r, results, share, at, form)
     elif share.splits == 1:
         if form.COMMON:
             both = _with_common(top, l, acc, results, share, at, form)
-            _write(both[0], both[1], both[2], results, strides, share, at, form)
+            _write(both[0], both[1], both[2], r, results, strides, share, at, form)
         else:
-            _write(top, l, acc, results, strides, share, at, form)
+            _write(top, l, acc, r, results, strides, share, at, form)
     else:
-        r = gl.arange(0, form.R, layout=gl.SliceLayout(1, A))
-        d = gl.arange(0, form.DV, layout=gl.SliceLayout(0, A))
-        spots = _spot(share, share.split) * form.R + r
-        live = share.row + r < at.queries * form.GROUP
-        gl.store(results.STATS + spots * 2, top, mask=live)
-        gl.store(results.STATS + spots * 2 + 1, l, mask=live)
-        at_part = results.PART + spots[:, None] * form.DV + d[None, :]
-        gl.store(at_part, acc, mask=live[:, None] & (d >= 0)[None, :])
-        gl.thread_barrier()
-        arrived = gl.atomic_add(results.COUNT + share.whole, 1, sem="acq_rel", scope="gpu")
-        if arrived == share.splits - 1:
-            gl.store(results.COUNT + share.whole, 0)
-            _merge(results, strides, share, at, form)
+        _leave(top, l, acc, r, results, share, at, form)
+
+
+@gluon.jit
+def _leave(top, l, acc, r, results, share, at, form: gl.constexpr):
+    """What a share's rows come to on their own, and how much that weighs."""
+    d = gl.arange(0, form.DV, layout=gl.SliceLayout(0, acc.type.layout))
+    spots = _spot(share, share.split) * form.R + r
+    live = share.row + r < at.queries * form.GROUP
+    safe = gl.where(l > 0.0, l, 1.0)
+    at_part = results.PART + spots[:, None] * form.DV + d[None, :]
+    lse = gl.where(l > 0.0, top + gl.log2(safe), float("-inf"))
+    gl.store(results.STATS + spots, lse, mask=live)
+    gl.store(at_part, acc * (1.0 / safe)[:, None], mask=live[:, None] & (d >= 0)[None, :])
+
+
+@gluon.jit
+def settle(results, strides, share, at, form: gl.constexpr):
+    """The last share of a sequence that is done merges them all."""
+    if results.PART is not None:  # noqa: SIM102  known when compiled
+        if share.splits >= form.APART:
+            gl.thread_barrier()
+            arrived = gl.atomic_add(results.COUNT + share.whole, 1, sem="acq_rel", scope="gpu")
+            if arrived == share.splits - 1:
+                gl.store(results.COUNT + share.whole, 0)
+                _merge(results, strides, share, at, form)

@@ -1,92 +1,66 @@
-"""New tokens of the decode kernel: stored in the cache, and patched into tiles of it."""
+"""New tokens of the decode kernel: rotated, attended to at once, and stored in the cache."""
 
 from typing import Any, NamedTuple
 
-from kvattn.kernels import append, tile
-from kvattn.kernels.hopper.compat import gl, gluon, reinterpret
+from kvattn.kernels.hopper.compat import gl, gluon
 from kvattn.kernels.hopper.decode_parts import page_of
+from kvattn.kernels.hopper.decode_query import fetch, turned
 
 
 class News(NamedTuple):
-    """New tokens in shared memory, one a row."""
+    """Rows [NEW, D] of K or V on their way."""
+
+    raw: Any
+    at: Any  # where they go
+    mine: Any
+
+
+class Tokens(NamedTuple):
+    """New tokens [NEW, D] as the cache stores them."""
 
     k: Any
     v: Any
 
 
 @gluon.jit
-def room_for_new(dtype: gl.constexpr, form: gl.constexpr):
-    ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return News(gl.allocate_shared_memory(dtype, [form.NEW, form.D], ROW),
-                gl.allocate_shared_memory(dtype, [form.NEW, form.DV], ROW))  # fmt: skip
-
-
-@gluon.jit
-def _store(X, CACHE, NORM, rms, room, place_of, steps, block, spot, mine, fresh, share, place,
-           D: gl.constexpr, DIM: gl.constexpr, HALF: gl.constexpr, form: gl.constexpr):  # fmt: skip
-    """Tokens [NEW, D] of K or V."""
+def _news(X, NORM, steps, place_of, fresh, share, place, at, D: gl.constexpr, DIM: gl.constexpr,
+          HALF: gl.constexpr, form: gl.constexpr):  # fmt: skip
+    """What the sequence appends, if it ends with this share."""
     LANES: gl.constexpr = D // 8
-    SPREAD: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [form.WARPS, 1], [1, 0])
-    ROWS: gl.constexpr = gl.SliceLayout(1, SPREAD)
-    ROOM: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    DTYPE: gl.constexpr = CACHE.dtype.element_ty
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, SPREAD))[None, :]
-    t = gl.arange(0, form.NEW, layout=ROWS)[:, None]
-    mine = gl.convert_layout(mine, ROWS)[:, None]
-    place = place + t
-    turning = mine & (place >= 0) & (place < fresh.positions)
-    at = share.b * steps[0] + t * steps[1] + share.head * steps[2]
-    x = append.as_stored(
-        X + at, d, NORM, rms, None, None, share.b, share.head, t, t, mine, turning, place,
-        fresh.COS, fresh.SIN, fresh.positions, steps, steps, DIM, D, HALF, form.INTERLEAVED, 0,
-        False, 0, False, DTYPE,
-    )  # fmt: skip
-    reinterpret(room, DTYPE, [form.NEW, D], ROOM).store(x)
-    block = gl.convert_layout(block, ROWS)[:, None]
-    spot = gl.convert_layout(spot, ROWS)[:, None]
-    to = block.to(gl.int64) * place_of[0] + spot * place_of[1] + share.head * place_of[2]
-    gl.store(CACHE + to + d, x, mask=mine & (block >= 0) & (d < DIM))
-
-
-@gluon.jit
-def squares_of_new(fresh, strides, share, at, form: gl.constexpr):
-    """Of keys, summed over each token's head [NEW, 1]."""
-    LANES: gl.constexpr = form.D // 8
-    SPREAD: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [form.WARPS, 1], [1, 0])
-    d = gl.arange(0, form.D, layout=gl.SliceLayout(0, SPREAD))[None, :]
-    t = gl.arange(0, form.NEW, layout=gl.SliceLayout(1, SPREAD))[:, None]
-    from_k = share.b * strides.k_new[0] + t * strides.k_new[1] + share.head * strides.k_new[2]
-    x = gl.load(fresh.K + from_k + d, mask=(t < at.steps) & (d < form.DIM), other=0)
-    return tile.squares(x, 0)
-
-
-@gluon.jit
-def store_new(cache, fresh, rms, news, strides, share, at, base, form: gl.constexpr):
-    """The tokens that land in this share's tiles, ready, into the cache and near at hand."""
-    LANES: gl.constexpr = form.D // 8
-    SPREAD: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [form.WARPS, 1], [1, 0])
+    SPREAD: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout(
+        [1, 1, 8], [1, 32 // LANES, LANES], [1, form.WARPS, 1], [2, 1, 0],
+    ))  # fmt: skip
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, SPREAD))
     t = gl.arange(0, form.NEW, layout=gl.SliceLayout(1, SPREAD))
-    key = share.old + t
-    mine = (t < at.steps) & (key >= share.first) & (key < share.keys)
-    mine = mine & (key < share.first + share.count * form.BN)
-    block = page_of(gl.where(mine, key, 0), share, at, form)
-    block = gl.where(block < at.blocks, block, -1)
-    spot = key.to(gl.int64)
+    spot = (share.old + t).to(gl.int64)
+    mine = (t < at.steps) & (spot < share.keys) & share.ends
+    block = page_of(gl.where(mine, share.old + t, 0), share, at, form)
+    rows = share.b * steps[0] + t.to(gl.int64) * steps[1] + share.head * steps[2]
+    raw = fetch(X, NORM, rows, d, mine, place + t, fresh, DIM, HALF, form.INTERLEAVED)
     if form.PAGE > 0:
         spot = spot % form.PAGE
-    _store(fresh.K, cache.K, fresh.K_NORM, rms, news.k, strides.k, strides.k_new, block, spot, mine,
-           fresh, share, base, form.D, form.DIM, form.HALF, form)  # fmt: skip
-    _store(fresh.V, cache.V, None, None, news.v, strides.v, strides.v_new, block, spot, mine,
-           fresh, share, base, form.DV, form.DIM_V, 0, form)  # fmt: skip
+    to = block.to(gl.int64) * place_of[0] + spot * place_of[1] + share.head * place_of[2]
+    mine = (mine & (block < at.blocks))[:, None] & (d < DIM)[None, :]
+    return News(raw, to[:, None] + d[None, :], mine)
 
 
 @gluon.jit
-def patched(x, room, lane, key, share, form: gl.constexpr):
-    """A tile with the new tokens, for which its copy may have come too early."""
-    L: gl.constexpr = x.type.layout
-    last = gl.minimum(share.keys, key + form.BN)
-    for i in range(gl.maximum(share.old, key), last):
-        token = room.index(i - share.old).load(gl.SliceLayout(0, gl.SliceLayout(2, L)))
-        here = gl.expand_dims(key + lane == i, 1)
-        x = gl.where(here, gl.expand_dims(gl.expand_dims(token, 0), 2), x)
-    return x
+def new_tokens(fresh, strides, share, at, place, form: gl.constexpr):
+    k = _news(fresh.K, fresh.K_NORM, strides.k_new, strides.k, fresh, share, place, at, form.D,
+              form.DIM, form.HALF, form)  # fmt: skip
+    v = _news(fresh.V, None, strides.v_new, strides.v, fresh, share, place, at, form.DV, form.DIM_V,
+              0, form)  # fmt: skip
+    return k, v
+
+
+@gluon.jit
+def arrived(k, v, fresh, form: gl.constexpr):
+    return Tokens(turned(k.raw, fresh.K_NORM, fresh.positions, form.HALF, form),
+                  turned(v.raw, None, fresh.positions, 0, form))  # fmt: skip
+
+
+@gluon.jit
+def store(k, v, tokens, cache):
+    """A token's slot, or nowhere if the page table does not know one."""
+    gl.store(cache.K + k.at, tokens.k, mask=k.mine)
+    gl.store(cache.V + v.at, tokens.v, mask=v.mine)

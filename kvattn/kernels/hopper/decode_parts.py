@@ -18,12 +18,13 @@ class Form(NamedTuple):
     TILES: int  # row tiles of a sequence
     WK: int  # warps side by side along the keys of a tile
     WR: int  # along its rows, 16 each
+    WIDE: bool  # a warpgroup multiplies 64 rows at once
     NK: int  # keys a warp
     STAGES: int  # tiles in shared memory
     BOX: int  # keys that one copy brings
     PAGE: int  # 0 for dense
     BATCH: int  # a power of two at or above the batch
-    NEW: int  # 0, or a power of two at or above the new tokens of a sequence
+    NEW: int  # 0, or room for the new tokens of a sequence, 8 or 16
     HALF: int  # rotary pairs
     INTERLEAVED: bool
     ADVANCE: int  # positions between query tokens
@@ -46,6 +47,16 @@ class Form(NamedTuple):
     def WARPS(self) -> int:
         return self.WK * self.WR
 
+    @property
+    def APART(self) -> int:
+        """Shares of a sequence from which they are left apart and merged."""
+        return 1 if self.COMMON and self.R > 8 else 2
+
+    @property
+    def BM(self) -> int:
+        """Rows that are loaded; the products have more, whose results nobody looks at."""
+        return max(8, self.MR)
+
 
 class Places(NamedTuple):
     """Index tensors, None where a call has none, and the sizes that go with them."""
@@ -55,8 +66,12 @@ class Places(NamedTuple):
     PAGES: Any
     table_stride: Any
     batch: Any
-    each: Any  # runs for each sequence, if their lengths are alike
+    alike: Any  # runs in all if lengths are alike, so many for each sequence, and how to divide
+    alike_factor: Any
+    alike_shift: Any
     parts: Any  # runs in all, if not
+    parts_factor: Any
+    parts_shift: Any
     slots: Any  # runs that there may be
     queries: Any
     steps: Any
@@ -64,6 +79,7 @@ class Places(NamedTuple):
     rows: Any  # cache rows, or lines of the page table
     blocks: Any  # cache rows, or pages
     common: Any  # keys of a prefix that all sequences share
+    ahead: Any  # tiles that are called for while the kernel before still runs
 
 
 class Mask(NamedTuple):
@@ -116,8 +132,10 @@ class Strides(NamedTuple):
 class Ring(NamedTuple):
     k: Any
     v: Any
-    full: Any
+    k_full: Any
+    v_full: Any
     empty: Any
+    ready: Any  # one barrier: what describes the caches is known
 
 
 class Run(NamedTuple):
@@ -146,6 +164,8 @@ class Share(NamedTuple):
     active: Any
     low: Any  # keys low .. high - 1 are seen
     high: Any
+    stored: Any  # of them, those before it lie in the cache
+    ends: Any  # whether the sequence ends with this share
     first: Any  # first key of the first tile
     count: Any  # tiles
     split: Any  # which of the sequence's shares, and how many there are

@@ -11,13 +11,13 @@ from kvattn.kernels.hopper.decode_parts import Run, Share
 
 
 @gluon.jit
-def _extent(b, row, n, mask, form: gl.constexpr):
-    """(line, keys, old, active, low, high, tiles) of sequences for the rows from `row` on.
+def _extent(b, row, n, mask, CACHED: gl.constexpr, form: gl.constexpr):
+    """(line, keys, old, active, low, high, stored, tiles) of sequences for the rows from `row` on.
 
     A sequence without keys has a tile too: somebody writes its rows.
     """
     line, _shift, _start, keys, old, active = tile.keys_of(
-        b, n.LENGTHS, None, None, None, n.ROWS, n.steps, n.capacity, n.rows, False,
+        b, n.LENGTHS, None, None, None, n.ROWS, n.steps, n.capacity, n.rows, False, CACHED,
     )  # fmt: skip
     if n.ROWS is not None:
         line = gl.where((line >= 0) & (line < n.rows), line, 0)
@@ -29,40 +29,55 @@ def _extent(b, row, n, mask, form: gl.constexpr):
     )  # fmt: skip
     if form.COMMON:
         low = tile.common_until(keys, old, n.queries, mask.right, n.common, form.RIGHT)
-    tiles = gl.maximum(gl.cdiv(high, form.BN) - low // form.BN, 1)
-    return line, keys, old, active, low, high, tiles
+    stored = high  # keys that lie in the cache
+    if form.NEW > 0:
+        stored = gl.maximum(gl.minimum(high, old), 0)
+    tiles = gl.maximum(gl.cdiv(stored, form.BN) - low // form.BN, 1)
+    return line, keys, old, active, low, high, stored, tiles
 
 
 @gluon.jit
-def run_of(n, mask, WARPS: gl.constexpr, form: gl.constexpr):
-    """The run of this program, at its first sequence."""
+def _border(i, total, parts, factor, shift):
+    """The tile before which i of so many parts end: i * total // parts, without a division."""
+    tile = (gl.minimum(i, parts) * total).to(gl.int64) * factor >> shift
+    return gl.minimum(gl.where(parts < total, tile.to(gl.int32), i), total)
+
+
+@gluon.jit
+def run_of(n, mask, WARPS: gl.constexpr, CACHED: gl.constexpr, form: gl.constexpr):
+    """The run of this program, at its first sequence, and the extents of all of them."""
     program = gl.program_id(0)
     head = program % form.HEADS
     row = program // form.HEADS % form.TILES * form.R
     group = program // (form.HEADS * form.TILES)
     if form.BATCH == 1:
-        extent = _extent(group * 0, row, n, mask, form)
-        total = extent[6]
-        parts = gl.minimum(n.each, total)
+        extent = _extent(group * 0, row, n, mask, CACHED, form)
+        total = extent[7]
+        parts = n.alike
+        factor = n.alike_factor
+        shift = n.alike_shift
     else:
         EACH: gl.constexpr = form.BATCH // 32 if form.BATCH > 32 else 1
         LANES: gl.constexpr = gl.BlockedLayout([EACH], [32], [WARPS], [0])  # a copy in each warp
         b = gl.arange(0, form.BATCH, layout=LANES)
-        extent = _extent(gl.minimum(b, n.batch - 1), row, n, mask, form)
-        tiles = gl.where(b < n.batch, extent[6], 0)
+        extent = _extent(gl.minimum(b, n.batch - 1), row, n, mask, CACHED, form)
+        tiles = gl.where(b < n.batch, extent[7], 0)
         total = gl.sum(tiles, 0)
         alike = gl.max(tiles, 0) * n.batch <= 2 * total
-        parts = gl.minimum(gl.where(alike, n.each * n.batch, n.parts), total)
-    at = gl.minimum(group, parts) * total // parts
-    end = gl.minimum(group + 1, parts) * total // parts
+        parts = gl.where(alike, n.alike, n.parts)
+        factor = gl.where(alike, n.alike_factor, n.parts_factor)
+        shift = gl.where(alike, n.alike_shift, n.parts_shift)
+    at = _border(group, total, parts, factor, shift)
+    end = _border(group + 1, total, parts, factor, shift)
+    parts = gl.minimum(parts, total)
     if form.BATCH == 1:
-        return Run(group, head, row, parts, total, at, end, group * 0, group * 0)
+        return Run(group, head, row, parts, total, at, end, group * 0, group * 0), extent
     else:
         ends = gl.associative_scan(tiles, 0, _plus)
         before = (b < n.batch) & (ends <= at)
         mine = gl.minimum(gl.sum(before.to(gl.int32), 0), n.batch - 1)
         first = gl.max(gl.where(before, ends, 0), 0)
-        return Run(group, head, row, parts, total, at, end, mine, first)
+        return Run(group, head, row, parts, total, at, end, mine, first), extent
 
 
 @gluon.jit
@@ -71,19 +86,24 @@ def _plus(a, b):
 
 
 @gluon.jit
-def share_of(run, n, mask, form: gl.constexpr):
+def share_of(run, extent, n, mask, CACHED: gl.constexpr, form: gl.constexpr):
     """The run's part of the sequence that it is at."""
     b = run.b.to(gl.int64)
-    line, keys, old, active, low, high, tiles = _extent(b, run.row, n, mask, form)
+    if form.BATCH > 1:
+        its = _extent(b, run.row, n, mask, CACHED, form)
+    else:
+        its = extent
+    line, keys, old, active, low, high, stored, tiles = its
     count = gl.minimum(run.end - run.at, run.first + tiles - run.at)
     first = (low // form.BN + run.at - run.first) * form.BN
     # programs that share the sequence; the first of them may have begun with another one
     leader = ((run.first + 1) * run.parts - 1) // run.total
     last = ((run.first + tiles) * run.parts - 1) // run.total
-    late = (leader * run.total // run.parts < run.first).to(gl.int32)
+    late = (leader * run.total < run.first * run.parts).to(gl.int32)
     whole = (run.row // form.R * form.HEADS + run.head) * n.slots + leader
-    return Share(b, run.head, run.row, line, keys, old, active, low, high, first, count,
-                 run.group - leader, last - leader + 1, whole, late, tiles)  # fmt: skip
+    ends = run.first + tiles <= run.end
+    return Share(b, run.head, run.row, line, keys, old, active, low, high, stored, ends, first,
+                 count, run.group - leader, last - leader + 1, whole, late, tiles)  # fmt: skip
 
 
 @gluon.jit
