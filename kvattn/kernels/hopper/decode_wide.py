@@ -117,7 +117,9 @@ def attend_wide(Q, cache, fresh, results, strides, ring, share, done, base, at, 
     rows = _shared(turned(q, fresh.Q_NORM, fresh.positions, form.HALF, form), _ROWS)
     for i in gl.static_range(1, form.BM // CHUNK):
         more = queries(Q, fresh, strides, share, at, base, i * CHUNK, CHUNK, form)
-        rows.slice(i * CHUNK, CHUNK, 0).store(turned(more, fresh.Q_NORM, fresh.positions, form.HALF, form))
+        rows.slice(i * CHUNK, CHUNK, 0).store(
+            turned(more, fresh.Q_NORM, fresh.positions, form.HALF, form)
+        )
     q = rows.load(gl.DotOperandLayout(0, S, 2))
     if form.NEW > 0:
         tokens = arrived(k_news, v_news, fresh, form)
