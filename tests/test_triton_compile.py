@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cases import BF16, E4M3, F32
+from cases import BF16, E4M3, E5M2, F32
 
 from kvattn.request import Request
 from kvattn.testing import Case, make_inputs
@@ -50,6 +50,8 @@ MAIN = {
     "decode, pages of 64": replace(STEP, page_size=64),
     "decode, D 64, window, sinks": replace(STEP, dim=64, rotary=64, window=(127, 0), sinks=BF16),
     "common prefix": replace(STEP, batch=32, common=4096),
+    "decode, fp8": replace(STEP, cache_dtype=E4M3, descale="heads", page_size=64),
+    "decode, e5m2, pages of 16": replace(STEP, cache_dtype=E5M2, descale="heads"),
     "prefill": PREFILL,
     "prefill, D 64": replace(PREFILL, dim=64),
     "prefill, dense": DENSE,
@@ -60,7 +62,7 @@ MAIN = {
     "prefill, table": replace(DENSE, score_mod=lambda s, b, h, q, k: s + TABLE[h, q - k + 600]),
 }
 OTHERS = {
-    "decode, fp8": replace(STEP, cache_dtype=E4M3, descale="heads"),
+    "decode, fp8 as bytes": replace(STEP, cache_dtype=E4M3, dim=127, rotary=64, descale="heads"),
     "decode, D 256": replace(STEP, dim=256, rotary=64),
     "latent": replace(STEP, heads=16, kv_heads=1, dim=64, dim_v=512, qv=True, rotary=0, new=None),
     "append, norms": replace(STEP, norm="k", seqlen_q=(1,) * 8, new=(1,) * 8),
@@ -113,6 +115,7 @@ def compiled(case: Case, target: Target, patch: pytest.MonkeyPatch) -> list[Any]
     patch.setattr(triton.runtime.driver, "_active", Machine(target.capability))
     patch.setattr(triton_launch, "shared_memory", lambda device: target.shared)
     patch.setattr(triton_launch, "warpgroups", lambda device: target.capability == 90)
+    patch.setattr(triton_launch, "native_fp8", lambda device: target.capability >= 89)
     patch.setattr(triton_launch, "processors", lambda device: target.processors)
     patch.setattr(triton_decode, "launches_early", lambda device: target.capability >= 90)
     compiling = Compiling()

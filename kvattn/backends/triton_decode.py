@@ -34,6 +34,7 @@ class Shape:
     dims: int  # both padded head dims together
     width: int  # bytes of a cached element
     multiplied: int  # bytes of an element in the products
+    pairs: bool  # narrow caches, read two channels at a time
     page: int  # 0 for dense
     leftpad: bool
     processors: int
@@ -96,7 +97,9 @@ def plan(s: Shape) -> Tiles:
         each = min(s.splits or some, most, 256)
         slots, flat = each * s.batch, 0
     else:
-        each = min(s.splits or each_of(lots * programs, s.processors), most)
+        # unpacking leaves a processor time to read for a second program
+        room = s.processors * (2 if s.pairs else 1)
+        each = min(s.splits or each_of(lots * programs, room), most)
         slots = min(max(each * lots, parts + lots), most * lots)
     spread = 2
     if s.page == 0 or (s.page % block == 0 and not s.leftpad):
@@ -127,9 +130,12 @@ def leaves(keys: int) -> int:
 
 
 def _tile(s: Shape) -> tuple[int, int, int]:
-    """(warps, keys a warp, stages): three tiles in flight, or two large ones for one sequence."""
+    """(warps, keys a warp, stages): three tiles in flight, or two large ones."""
     warps, keys, stages = 4, 16, 4
-    if s.batch == 1 and s.capacity > 4096 and s.dims <= 256 and s.rows <= 8 and not s.invariant:
+    few = s.dims <= 256 and s.rows <= 8
+    if few and s.pairs and s.warpgroups:
+        keys, stages = (32, 3) if s.page % 32 == 0 else (16, 6)
+    elif few and s.batch == 1 and s.capacity > 4096 and not s.invariant:
         keys, stages = 32, 3
     while stages > 1 and _bytes(s, warps * keys, stages) > s.shared:
         stages -= 1
@@ -193,7 +199,8 @@ def shape_of(r: Request) -> Shape:
         rows=_longest(r) * group, batch=r.batch, heads=r.kv_heads,
         ragged=0 if r.cu_seqlens_q is None else r.lead.shape[0] * group,
         capacity=r.capacity, dims=dk + dv, width=r.pool.element_size(),
-        multiplied=launch.multiplied(r).itemsize, page=r.page_size if r.paged else 0,
+        multiplied=launch.multiplied(r).itemsize, pairs=paired(r),
+        page=r.page_size if r.paged else 0,
         leftpad=r.cache_leftpad is not None, processors=launch.processors(r.lead.device),
         shared=launch.shared_memory(r.lead.device), invariant=r.batch_invariant,
         splits=r.num_splits,
@@ -201,6 +208,23 @@ def shape_of(r: Request) -> Shape:
         and r.mask_mod is None,
         warpgroups=launch.warpgroups(r.lead.device),
     )  # fmt: skip
+
+
+def paired(r: Request) -> bool:
+    """Whether both caches are narrow and can be read two channels at a time."""
+    return all(
+        c is not None
+        and c.dtype in quant.NARROW
+        and all(
+            x % 2 == 0 for x in (*c.stride()[:-1], c.shape[-1], c.storage_offset(), c.data_ptr())
+        )
+        for c in (r.k_cache, r.v_cache)
+    )
+
+
+def _units(r: Request, cache: Tensor | None) -> Tensor | None:
+    """A cache in the units that the kernel reads: elements, or pairs of narrow channels."""
+    return cache.view(torch.int16) if cache is not None and paired(r) else launch.raw(cache)
 
 
 def registers(s: Shape, t: Tiles) -> dict[str, int]:
@@ -264,7 +288,7 @@ def _tensors(
     k, v = _new(r)
     norm = launch.unit(r.k_norm_weight)
     return (
-        launch.raw(launch.unit(r.q)), launch.raw(r.k_cache), launch.raw(r.v_cache), out,
+        launch.raw(launch.unit(r.q)), _units(r, r.k_cache), _units(r, r.v_cache), out,
         lse if r.return_lse else None, part, stats, count, launch.raw(k), launch.raw(v),
         r.cache_seqlens, r.cu_seqlens_q, r.cu_seqlens_k_new, r.seqused_q, r.cache_leftpad,
         r.cache_batch_idx, r.page_table, launch.rotary(r.rotary_cos), launch.rotary(r.rotary_sin),
@@ -286,7 +310,8 @@ def _numbers(r: Request, t: Tiles, out: Tensor, lse: Tensor, common: Common) -> 
     left, right = r.window
     bias = r.rel_bias
     return (
-        of_rows(launch.unit(r.q)), launch.strides(r.k_cache), launch.strides(r.v_cache),
+        of_rows(launch.unit(r.q)), launch.strides(_units(r, r.k_cache)),
+        launch.strides(_units(r, r.v_cache)),
         of_rows(out), (0, *lse.stride()) if ragged else lse.stride(), of_rows(k), of_rows(v),
         *(launch.scale_strides(x) for x in (r.q_descale, r.k_descale, r.v_descale)),
         launch.broadcast_strides(r.alibi_slopes, (r.batch, r.heads)),
@@ -329,6 +354,7 @@ def _constants(r: Request, s: Shape, t: Tiles, mods: launch.Mods, common: Common
         "CAST": casts[0], "V_CAST": casts[1], "SCALING": scalings[0], "V_SCALING": scalings[1],
         "R": t.r, "TILES": t.tiles, "W": t.warps, "NK": t.keys, "BATCH": t.flat,
         "LEAF": _LEAF if s.invariant else 0, "SPREAD": t.spread, "MR": mr, "SPAN": span,
+        "PAIRS": paired(r),
         "NATIVE": launch.native_fp8(r.lead.device), "PDL": _early(s, t, r.lead.device, common),
         "EPS": launch.eps(r),
     }  # fmt: skip

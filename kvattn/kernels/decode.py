@@ -11,7 +11,7 @@ proportion to the lengths; the last program of a sequence to arrive merges them.
 import triton
 import triton.language as tl
 
-from kvattn.kernels import append, combine, shares, tile
+from kvattn.kernels import append, combine, narrow, shares, tile
 
 
 @triton.jit
@@ -117,8 +117,8 @@ def decode(
     SCALING: tl.constexpr, V_SCALING: tl.constexpr,
     R: tl.constexpr, TILES: tl.constexpr, W: tl.constexpr, NK: tl.constexpr,
     BATCH: tl.constexpr, LEAF: tl.constexpr, SPREAD: tl.constexpr,
-    MR: tl.constexpr, SPAN: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
-    EPS: tl.constexpr,
+    MR: tl.constexpr, SPAN: tl.constexpr, PAIRS: tl.constexpr, NATIVE: tl.constexpr,
+    PDL: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Grid: slots * TILES * HEADS, heads fastest. R packed rows a program, W warps of NK keys.
 
@@ -264,7 +264,14 @@ def decode(
                          positions, D, HALF, INTERLEAVED, DTYPE, Q_KIND)  # fmt: skip
     else:
         q = tile.query(Q, q_rows, dk, m_live, Q_NORM, rms, D, DTYPE, Q_KIND)
-    q = tl.broadcast_to(q[None, :, :], (W, BM, DP))
+    if PAIRS:
+        if tl.float16 != DTYPE:
+            q, q_factor = narrow.query(q)
+        q_even, q_odd = tl.split(tl.reshape(q, (BM, DP // 2, 2)))
+        q_even = tl.broadcast_to(q_even[None, :, :], (W, BM, DP // 2))
+        q_odd = tl.broadcast_to(q_odd[None, :, :], (W, BM, DP // 2))
+    else:
+        q = tl.broadcast_to(q[None, :, :], (W, BM, DP))
     # --- factors: the group shares a kv head, so descales are scalars
     k_factor = softmax_scale
     v_factor = 1.0
@@ -277,13 +284,25 @@ def decode(
     LOG2E: tl.constexpr = 1.4426950408889634
     if not EDITED:
         k_factor *= LOG2E
+    s_factor = k_factor
+    m_factor = k_factor
+    if PAIRS and tl.float16 != DTYPE:
+        k_factor = narrow.first(q_factor, R) * k_factor
+        s_factor = k_factor[None, :, None]
+        m_factor = k_factor[None, :]
     slope = None
     if ALIBI is not None:
         slope = tl.load(ALIBI + b * alibi_strides[0] + query_head * alibi_strides[1])
     # --- tiles: masked at the left edge, whole, masked at the right edge
     m = tl.full([W, R], float("-inf"), tl.float32)
     l = tl.zeros([W, R], tl.float32)
-    acc = tl.zeros([W, DVP, R], tl.float32)
+    if PAIRS:
+        k_pair = tl.arange(0, DP // 2)
+        v_pair = tl.arange(0, DVP // 2)
+        acc = tl.zeros([W, DVP // 2, R], tl.float32)
+        acc_odd = acc
+    else:
+        acc = tl.zeros([W, DVP, R], tl.float32)
     free, bound = tile.seen_by_all(
         first_place, last_place, low, high, left, right, chunk, HAS_LEFT, HAS_RIGHT, CHUNKED,
     )  # fmt: skip
@@ -303,8 +322,14 @@ def decode(
         if phase == 2 and NEW > 0:
             k_inside = mine & (dk < D)[None, :]
             v_inside = mine & (dv < DV)[None, :]
-            tl.store(K + to_k + dk[None, :], k_new, mask=k_inside)
-            tl.store(V + to_v + dv[None, :], v_new, mask=v_inside)
+            if PAIRS:
+                K_BYTES = K.to(tl.pointer_type(k_new.dtype))
+                V_BYTES = V.to(tl.pointer_type(v_new.dtype))
+                tl.store(K_BYTES + to_k * 2 + dk[None, :], k_new, mask=k_inside)
+                tl.store(V_BYTES + to_v * 2 + dv[None, :], v_new, mask=v_inside)
+            else:
+                tl.store(K + to_k + dk[None, :], k_new, mask=k_inside)
+                tl.store(V + to_v + dv[None, :], v_new, mask=v_inside)
             tl.debug_barrier()  # this program reads them back
         for at in tl.range(n, stop, step, num_stages=None if phase == 1 else 1):
             j = at + lane
@@ -341,15 +366,23 @@ def decode(
                 chosen = chosen & ok[:, None, :] & live[None, :, None]
                 ok = tl.max(chosen.to(tl.int32), 1) > 0
             page = _pages(LINE, at + step, lane, start, last, PAGE, NK, W, SPREAD)
-            k = _cached(K, k_base, k_lanes, dk, ok, D, DP, DTYPE, K_KIND, NATIVE,
-                        phase != 1 or MASK_MOD is not None)  # fmt: skip
-            v = _cached(V, v_base, v_lanes, dv, ok, DV, DVP, DTYPE, V_KIND, NATIVE,
-                        phase != 1 or MASK_MOD is not None)  # fmt: skip
-            s = tl.dot(q, k)
+            if PAIRS:
+                k = _cached(K, k_base, k_lanes, k_pair, ok, D // 2, DP // 2, DTYPE, 0, NATIVE,
+                            phase != 1 or MASK_MOD is not None)  # fmt: skip
+                v = _cached(V, v_base, v_lanes, v_pair, ok, DV // 2, DVP // 2, DTYPE, 0, NATIVE,
+                            phase != 1 or MASK_MOD is not None)  # fmt: skip
+                k_even, k_odd = narrow.halves(k, K_KIND, NATIVE)
+                s = tl.dot(q_odd, k_odd, tl.dot(q_even, k_even))
+            else:
+                k = _cached(K, k_base, k_lanes, dk, ok, D, DP, DTYPE, K_KIND, NATIVE,
+                            phase != 1 or MASK_MOD is not None)  # fmt: skip
+                v = _cached(V, v_base, v_lanes, dv, ok, DV, DVP, DTYPE, V_KIND, NATIVE,
+                            phase != 1 or MASK_MOD is not None)  # fmt: skip
+                s = tl.dot(q, k)
             if R < BM:  # rows behind R are padding
                 s, _padding = tl.split(tl.permute(tl.reshape(s, (W, 2, R, NK)), (0, 2, 3, 1)))
             if not RAW:
-                s = s * k_factor
+                s = s * s_factor
             if EDITED:
                 s = _edited(s, b, query_head, token, place, live, j, q_first, shift,
                             q_len, keys, right, distances, softcap, slope, REL_BIAS, SCORE_AUX,
@@ -369,21 +402,29 @@ def decode(
                 s = tl.where(keep, s, float("-inf"))
             m_new = tl.max(s, 2)
             if RAW:
-                m_new = m_new * k_factor
+                m_new = m_new * m_factor
             m_new = tl.maximum(m, m_new)
             safe = m_new
             if phase != 1 or MASK_MOD is not None:
                 safe = tl.where(m_new == float("-inf"), 0.0, m_new)
             if RAW:
-                p = tl.exp2(s * k_factor - safe[:, :, None])
+                p = tl.exp2(s * s_factor - safe[:, :, None])
             else:
                 p = tl.exp2(s - safe[:, :, None])
             alpha = tl.exp2(m - safe)
             m = m_new
             l = l * alpha + tl.sum(p, 2)
-            acc = tl.dot(v, tl.permute(p, (0, 2, 1)).to(DTYPE), acc * alpha[:, None, :])
+            if PAIRS:
+                v_even, v_odd = narrow.halves(v, V_KIND, NATIVE)
+                weights = tl.permute(p, (0, 2, 1)).to(tl.float16)
+                acc = tl.dot(v_even, weights, acc * alpha[:, None, :])
+                acc_odd = tl.dot(v_odd, weights, acc_odd * alpha[:, None, :])
+            else:
+                acc = tl.dot(v, tl.permute(p, (0, 2, 1)).to(DTYPE), acc * alpha[:, None, :])
         n += tl.cdiv(tl.maximum(stop - n, 0), step) * step
     # --- the warps' sums, then the shares': the last program to arrive reads what others left
+    if PAIRS:
+        acc = tl.reshape(tl.permute(tl.join(acc, acc_odd), (0, 1, 3, 2)), (W, DVP, R))
     top = tl.max(m, 0)
     beta = tl.exp2(m - tl.where(top == float("-inf"), 0.0, top)[None, :])
     l = tl.sum(l * beta, 0)
