@@ -103,5 +103,5 @@ def test_everything_is_covered() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_t"):
                 claimed |= {int(n) for n in re.findall(r"_t(\d+)(?=_)", node.name)}
-    assert list(COVERED) == list(range(1, 75))
+    assert list(COVERED) == list(range(1, 76))  # 75: norms, which the contract leaves to us
     assert set(COVERED) - claimed == ON_A_GPU_ONLY
