@@ -94,6 +94,21 @@ def test_a_replay_launches_with_the_next_calls_addresses(kernel: Kernel) -> None
         assert out == result[0].data_ptr() and scratch not in (q, k, v, out, 0)
 
 
+def test_a_call_without_query_rows_launches_its_append_alone(kernel: Kernel) -> None:
+    """No kernel takes q then; the next call still gets an out of its shape."""
+
+    def append(r: Request) -> None:
+        replay.target().outputs(r)
+        args = (None, r.k_cache, r.v_cache, None, None, 5)
+        replay.target().launch(kernel, (7,), args, {"SIZE": 3}, num_warps=4)
+
+    empty = torch.empty(2, 0, 4, 8)
+    recorded = replay.record(request(q=empty), append)
+    result = again(recorded, r := request(q=empty))
+    assert result is not None and result[0].shape == (2, 0, 4, 8)
+    assert r.k_cache is not None and kernel.launched[0][3] == r.k_cache.data_ptr()
+
+
 def test_a_recording_keeps_no_tensor_of_its_call_alive(kernel: Kernel) -> None:
     r = request()
     recorded = replay.record(r, run(kernel))

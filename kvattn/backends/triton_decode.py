@@ -133,8 +133,8 @@ def _tile(s: Shape) -> tuple[int, int, int]:
     """(warps, keys a warp, stages): three tiles in flight, or two large ones."""
     warps, keys, stages = 4, 16, 4
     few = s.dims <= 256 and s.rows <= 8
-    if few and s.pairs and s.warpgroups:
-        keys, stages = (32, 3) if s.page % 32 == 0 else (16, 6)
+    if few and s.pairs and s.warpgroups:  # the batch-invariant mode has one tile for all pages
+        keys, stages = (32, 3) if s.page % 32 == 0 and not s.invariant else (16, 6)
     elif few and s.batch == 1 and s.capacity > 4096 and not s.invariant:
         keys, stages = 32, 3
     while stages > 1 and _bytes(s, warps * keys, stages) > s.shared:

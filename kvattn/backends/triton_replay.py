@@ -227,8 +227,10 @@ class Replay:
 
     def _like(self, r: Request) -> int | None:
         """The tensor that a fresh out is like in shape, layout and dtype."""
+        if "q" not in self.names or r.q is not r.lead:  # no rows: only the append was launched
+            return None
         alike = r.whole and r.lead.shape == r.out_shape and r.lead.dtype == r.out_dtype
-        return self.names.index("q") if alike and r.q is r.lead and r.lead.is_contiguous() else None
+        return self.names.index("q") if alike and r.lead.is_contiguous() else None
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, Tensor] | None:
         """out and lse, the latter empty unless asked for; None where the call needs a closer look.
