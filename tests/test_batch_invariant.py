@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -142,3 +143,23 @@ def test_a_token_appended_by_the_call_counts_as_one_that_was_there(backend: str)
         )
         for at, i in enumerate((0, 2)):
             assert torch.equal(out[at].cpu(), wanted[i][0]), f"{count} appended to sequence {i}"
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_tiles_of_the_decode_kernel_depend_on_nothing_but_the_row(pairs: bool) -> None:
+    """As the planner chooses them for a GPU that the interpreter does not stand for."""
+    pytest.importorskip("triton")
+    from kvattn.backends.triton_decode import Shape, plan
+
+    seen = set()
+    for page, batch, capacity, leftpad in itertools.product(
+        (0, 16, 64, 256), (1, 7), (300, 9000), (False, True)
+    ):
+        shape = Shape(
+            rows=4, ragged=0, batch=batch, heads=8, capacity=capacity, dims=256,
+            width=1 if pairs else 2, multiplied=2, pairs=pairs, page=page, leftpad=leftpad,
+            processors=132, shared=232_448, invariant=True, splits=0, plain=True, warpgroups=True,
+        )  # fmt: skip
+        tiles = plan(shape)
+        seen.add((tiles.r, tiles.warps, tiles.keys))
+    assert len(seen) == 1
