@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,7 @@ def closed(page: Page) -> None:
 
 def shown(page: Page) -> list[str]:
     """The codes in the list, in order."""
+    page.wait_for_load_state()  # a followed link's page may be half read
     return page.locator("#results li:not([hidden]) .code-name").all_inner_texts()
 
 
@@ -290,6 +292,9 @@ def test_copy_buttons(browser: Browser, home: str) -> None:
     page = opened(
         browser, address_of(home, "KV121"), permissions=["clipboard-read", "clipboard-write"]
     )
+    page.clock.install()
+    page.reload()
+    page.clock.pause_at(datetime.now() + timedelta(hours=1))  # what was said stays until told
     record = everything().get("KV121")
     assert record
     assert record.example
@@ -303,6 +308,10 @@ def test_copy_buttons(browser: Browser, home: str) -> None:
         page.get_by_role("button", name=name, exact=True).click()
         expect(page.locator("#said")).to_have_text(name.replace("Copy", "Copied"))
         assert page.evaluate("navigator.clipboard.readText()") == text.rstrip()
+        page.clock.run_for(1000)  # the button before falls silent, and not this one
+        expect(page.locator("#said")).to_have_text(name.replace("Copy", "Copied"))
+    page.clock.run_for(1000)
+    expect(page.locator("#said")).to_be_empty()
     closed(page)
 
 

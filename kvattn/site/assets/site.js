@@ -39,10 +39,11 @@
     button.addEventListener("click", async () => {
       const done = await copied(source.textContent.trimEnd());
       button.textContent = done ? "Copied" : "Failed";
-      said.textContent = done ? `Copied ${what}` : `Could not copy ${what}`;
+      const news = done ? `Copied ${what}` : `Could not copy ${what}`;
+      said.textContent = news;
       setTimeout(() => {
         button.textContent = "Copy";
-        said.textContent = "";
+        if (said.textContent === news) said.textContent = ""; // not what another button said since
       }, 1600);
     });
     place.append(button);
