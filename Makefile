@@ -11,7 +11,7 @@ CONTRACT := $(wildcard tests/test_contract*.py)  # what every backend is held to
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help run bench test lint format types check gpu-test gpu-sanitize clean
+.PHONY: help run bench test lint format types check gpu-test gpu-sanitize gpu-check clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -58,6 +58,9 @@ gpu-sanitize: ## reads and writes outside tensors, and races, on this machine's 
 		PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=.:tests compute-sanitizer --tool $$tool \
 			--error-exitcode 9 --print-limit 5 $(SYSTEM_PYTHON) tests/sanitize.py $(BACKENDS) || exit 9; \
 	done
+
+gpu-check: ## suites of both backends and memcheck at once (ARGS="--seconds 500 --parts triton,racecheck")
+	$(SYSTEM_PYTHON) tests/gpu_check.py $(ARGS)
 
 clean: ## removes the virtual environment and the tools' caches
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
