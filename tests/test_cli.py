@@ -24,6 +24,8 @@ from kvattn import doctor
 from kvattn.commands import terminal
 from kvattn.errors.cli_kinds import CommandPackageError
 
+# explain
+
 
 def explained(invoke: Invoke, *arguments: object) -> dict[str, Any]:
     result = invoke("explain", "--json", *arguments)
@@ -94,6 +96,9 @@ def test_explain_options(invoke: Invoke) -> None:
         "torch.float8_e5m2",
     )
     assert invoke("explain", "--window", "9").exit_code == 2
+
+
+# doctor
 
 
 def test_doctor(invoke: Invoke) -> None:
@@ -177,6 +182,9 @@ def test_doctor_on_the_model_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     model.mkdir(parents=True)
     (model / "config.json").write_bytes(b"x" * 2_000_000)
     assert doctor.examine().cache.detail == f"{tmp_path / 'models'}, 1 model, 2 MB"
+
+
+# kvattn itself
 
 
 def test_version_and_help(invoke: Invoke) -> None:
