@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,14 +33,19 @@ def test_a_wrong_place_is_told_before_the_run(
 ) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "file").write_text("mine")
-    wrong = {"--out": [tmp_path, tmp_path / "file" / "a"], "--report": [tmp_path / "file"]}
+    os.mkfifo(tmp_path / "pipe")
+    wrong = {
+        "--out": [tmp_path, tmp_path / "pipe", tmp_path / "file" / "a"],
+        "--report": [tmp_path / "file"],
+    }
     for place in wrong[option]:
         result = invoke("bench", "-s", "decode", "--device", "cpu", option, place)
         assert result.exit_code == 4, result.output
         assert f"KV805 {OutputPathError.problem}" in result.stderr
         assert option in result.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "pipe"}
     assert (tmp_path / "file").read_text() == "mine"
+    assert (tmp_path / "pipe").is_fifo()
 
 
 @pytest.mark.usefixtures("no_measuring")

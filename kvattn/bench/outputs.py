@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +18,7 @@ def check_file(argument: str, path: Path) -> None:
         OutputPathError: it could not.
     """
     with _system_errors(argument, path):
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        _check_kind(path)
     check_folder(argument, path.parent)
 
 
@@ -44,6 +42,7 @@ def write(argument: str, path: Path, content: bytes) -> None:
     """
     part = path.with_name(path.name + ".part")
     with _system_errors(argument, path):
+        _check_kind(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             part.write_bytes(content)
@@ -51,6 +50,12 @@ def write(argument: str, path: Path, content: bytes) -> None:
         except BaseException:  # Ctrl-C too
             part.unlink(missing_ok=True)
             raise
+
+
+def _check_kind(path: Path) -> None:
+    """What is moved to a device or a pipe would take its place: /dev/null would be a file."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "is no regular file")
 
 
 @contextmanager
