@@ -49,7 +49,7 @@ gpu-test: ## the contract suite on this machine's GPU, from the source tree, wit
 		{ echo "gpu-test: $(SYSTEM_PYTHON) has no PyTorch that sees a CUDA device; no test was run" >&2; exit 1; }
 	KVATTN_TEST_DEVICE=cuda KVATTN_TEST_BACKENDS=$(BACKENDS) PYTHONPATH=. \
 		$(SYSTEM_PYTHON) -m pytest -p no:cacheprovider -n $(GPU_WORKERS) \
-		$(CONTRACT) tests/test_mods.py tests/test_batch_invariant.py tests/test_decode_shares.py \
+		$(CONTRACT) tests/test_mods*.py tests/test_batch_invariant.py tests/test_decode_shares.py \
 		tests/test_decode_scores.py tests/test_prefix.py tests/test_prefill.py \
 		tests/test_gpu.py tests/test_hopper.py tests/test_hopper_decode.py $(ARGS)
 

@@ -18,6 +18,7 @@ def app() -> typer.Typer:
     import typer
 
     from kvattn.commands import bench, doctor, errors, errors_site, explain, generate, root, scan
+    from kvattn.commands.terminal import add
 
     kvattn = typer.Typer(
         name="kvattn",
@@ -30,16 +31,16 @@ def app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     kvattn.callback()(root.root)
-    kvattn.command(epilog=root.EXIT_CODES)(generate.generate)
-    kvattn.command()(explain.explain)
-    kvattn.command()(doctor.doctor)
-    kvattn.command()(scan.scan)
+    add(kvattn, generate.generate, epilog=root.EXIT_CODES)
+    add(kvattn, explain.explain)
+    add(kvattn, doctor.doctor)
+    add(kvattn, scan.scan)
     pages = typer.Typer(help=root.ERRORS_HELP, no_args_is_help=True)
-    pages.command("list")(errors.list_errors)
-    pages.command()(errors.show)
-    pages.command()(errors.find)
-    pages.command()(errors_site.export)
-    pages.command()(errors_site.serve)
+    add(pages, errors.list_errors, "list")
+    add(pages, errors.show)
+    add(pages, errors.find)
+    add(pages, errors_site.export)
+    add(pages, errors_site.serve)
     kvattn.add_typer(pages, name="errors")
     kvattn.add_typer(bench.app(), name="bench")
     return kvattn

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kvattn import api, backends
+from kvattn.errors.cli_kinds import DeviceUnavailableError
 from kvattn.peers import PEERS, UNKNOWN, Call, Peer, Verdict, verdicts
 from kvattn.plan import Plan
 from kvattn.request import Facts, Request
@@ -118,6 +119,15 @@ def _call(facts: Facts) -> Call:
 _SIGNATURE = inspect.signature(api.flash_attn_with_kvcache)
 
 
+def _kind(device: str) -> str:
+    """The kind of a device by its name, on this machine or not: "cuda" of "cuda:1"."""
+    try:
+        return torch.device(device).type
+    except RuntimeError as error:
+        said = str(error).partition("\n")[0]
+        raise DeviceUnavailableError("device", f"{device!r}: {said}", "cpu, cuda") from None
+
+
 def explain(*args: Any, device: str | None = None, **kwargs: Any) -> Explanation:
     """What `flash_attn_with_kvcache` would do with these arguments; computes and writes nothing.
 
@@ -137,7 +147,7 @@ def explain(*args: Any, device: str | None = None, **kwargs: Any) -> Explanation
     request = Request.of(**api.arguments(bound.arguments))
     facts = request.facts
     if facts.device == "meta":
-        facts = replace(facts, device=device or "cpu")
+        facts = replace(facts, device=_kind(device or "cpu"))
     unforced = tuple((name, None if name == "backend" else v) for name, v in facts.options)
     verdicts = [
         (backend.name, backend.refuses(replace(facts, options=unforced)))

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,9 +26,16 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     import interpreter  # noqa: F401  repairs Triton's interpreter before any kernel is imported
 
 if find_spec("hypothesis"):
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 
-    settings.register_profile("kvattn", deadline=None, derandomize=True, print_blob=True)
+    # Neither a deadline nor a check of speed: a busy machine is no mistake of the code.
+    settings.register_profile(
+        "kvattn",
+        deadline=None,
+        derandomize=True,
+        print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
     settings.load_profile("kvattn")
 
 # The byte that is NaN in each one-byte float, which fill_(nan) would not reach on every device.
@@ -102,3 +110,38 @@ def smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         return load_model()
     except ModelDownloadError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def invoke(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Runs `kvattn` in this process, without a terminal, 80 columns wide."""
+    pytest.importorskip("typer")
+    pytest.importorskip("rich")
+    from typer.testing import CliRunner
+
+    from kvattn import cli
+
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def call(*arguments: object, **more: Any) -> Any:
+        return CliRunner().invoke(cli.app(), [str(argument) for argument in arguments], **more)
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of two layers with a chat template, on disk."""
+    from tiny_models import save_tiny
+
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def generate(invoke: Callable[..., Any], tiny: Path) -> Callable[..., Any]:
+    """`kvattn generate` with the tiny model."""
+
+    def call(*arguments: object, **more: Any) -> Any:
+        return invoke("generate", "--model", tiny, *arguments, **more)
+
+    return call

@@ -10,11 +10,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import mock_gluon as base
+import mock_gluon_memory as memory
 import torch
-from mock_gluon import Descriptor, Kernel, Pointer, Program, Value
+from mock_gluon import Kernel, Program
+from mock_gluon_memory import Descriptor, Pointer, Value
 from torch import Tensor
 
-LINE = base.LINE
+LINE = memory.LINE
 _threads = 128  # that attend
 KERNELS = ("tile", "append", "decode")  # plain Triton whose device functions the kernel calls
 
@@ -27,7 +29,7 @@ class Boxes:
 
     def index(self, i: Any) -> Boxes:
         size = self.flat.numel() // self.box[0]
-        at = int(base._raw(i)) * size
+        at = int(memory.raw(i)) * size
         return Boxes(self.flat[at : at + size], self.box[1:])
 
     def fill(self, box: Tensor) -> None:
@@ -45,7 +47,7 @@ def _swizzled(lines: Tensor) -> Tensor:
     return pieces.gather(1, order).reshape(lines.shape)
 
 
-class Columns(base.Tile):
+class Columns(memory.Tile):
     """A tile that wgmma reads: [column blocks, rows, LINE], its lines swizzled."""
 
     def __init__(self, blocks: Tensor, turned: bool = False) -> None:
@@ -75,7 +77,7 @@ class Linear:
         self.flat, self.shape, self.layout, self.order = flat, shape, layout, None
 
     def index(self, i: Any) -> Linear:
-        return Linear(self.flat[int(base._raw(i))], self.shape, self.layout)
+        return Linear(self.flat[int(memory.raw(i))], self.shape, self.layout)
 
     def permute(self, order: Sequence[int]) -> Linear:
         turned = Linear(self.flat, self.shape, self.layout)
@@ -101,7 +103,7 @@ def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
         rows, columns = shape
         return Columns(torch.full((columns // LINE, rows, LINE), float("nan"), dtype=dtype))
     if layout == "plain":
-        return base.Numbers(torch.full(shape, 77, dtype=dtype))
+        return memory.Numbers(torch.full(shape, 77, dtype=dtype))
     if len(shape) == 6:
         size = 1
         for n in shape:
@@ -111,7 +113,7 @@ def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
 
 
 def _load_box(descriptor: Descriptor, corner: Sequence[Any], bar: Any, boxes: Boxes) -> None:
-    at = [int(base._raw(x)) for x in corner]
+    at = [int(memory.raw(x)) for x in corner]
 
     def land() -> None:
         boxes.fill(descriptor.read(at))
@@ -128,7 +130,7 @@ def _release(bar: Any, increment_count: bool) -> None:
 
 
 def _reinterpret(boxes: Any, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Any:
-    if isinstance(boxes, base.Numbers):
+    if isinstance(boxes, memory.Numbers):
         assert list(shape) == list(boxes.data.shape)
         return boxes
     if not isinstance(layout, list):
@@ -142,7 +144,7 @@ def _mma(a: Value, b: Value, acc: Value) -> Value:
 
 
 def _tensor(x: Any) -> Tensor:
-    return torch.as_tensor(base._raw(x))
+    return torch.as_tensor(memory.raw(x))
 
 
 def _load(pointer: Pointer, mask: Any = None, other: Any = 0, **_: Any) -> Value:
@@ -255,4 +257,4 @@ Value.dtype = property(lambda self: self.data.dtype)  # type: ignore[attr-define
 Pointer.dtype = property(  # type: ignore[attr-defined]
     lambda self: SimpleNamespace(element_ty=self.tensor.dtype)
 )
-Value.__rshift__ = lambda self, n: Value(self.data >> base._raw(n))  # type: ignore[operator]
+Value.__rshift__ = lambda self, n: Value(self.data >> memory.raw(n))  # type: ignore[operator]

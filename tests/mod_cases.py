@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvattn import mods
 from kvattn.mods import interval
 
 B, H, SQ, SK = 2, 4, 6, 21
@@ -374,3 +375,8 @@ INTEGER: dict[str, Mod] = {
     "rounding": lambda x, y: torch.round(x / 2) + torch.floor(x / 3) + (x / 3).to(torch.int32),
     "ordered": lambda x, y: torch.where(x > y, x, y * 1.5),
 }
+
+
+def lowered(mod: Mod, is_mask: bool = False, aux: Sequence[Tensor] | None = None) -> mods.Lowered:
+    lower = mods.lower_mask_mod if is_mask else mods.lower_score_mod
+    return lower(mod, aux, torch.empty(0).device)

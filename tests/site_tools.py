@@ -100,7 +100,7 @@ def served(collection: Collection) -> Iterator[str]:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             running.should_exit = True
-            thread.join(timeout=20)
+            thread.join(timeout=300)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Reply:
 
 def ask(base: str, path: str, method: str = "GET", **headers: str) -> Reply:
     """One request, with the path sent as it is written."""
-    connection = http.client.HTTPConnection(urlsplit(base).netloc, timeout=20)
+    connection = http.client.HTTPConnection(urlsplit(base).netloc, timeout=300)
     try:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         connection.request(method, path, headers=named)

@@ -6,11 +6,13 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from io import BytesIO, StringIO
+from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_results import made, row
 
 from kvattn.bench import summary
 from kvattn.bench.compare import compare, spreads
@@ -19,37 +21,6 @@ from kvattn.bench.suites import SUITES
 from kvattn.errors.bench_kinds import ReadmeMarkerError, ReportPackageError, ResultsFileError
 
 _PICTURES = ("ratios", "latency", "roofline")
-
-
-def made(
-    date: str = "2026-01-02T03:04:05+00:00", suites: tuple[str, ...] = (), **seconds: float
-) -> Results:
-    """Results of the quick grid in which everybody takes so many times the limit."""
-    factors = {"kvattn": 1.5, "fast": 1.2, "slow": 3.0} | seconds
-    results = Results(
-        date=date,
-        machine={"card": "A <Card>", "device": "cuda"},
-        versions={"kvattn": "0.1.0"},
-        commit="abc",
-        ceilings={"bandwidth": 4e12, "matmul": 6e14, "how": "reads and products"},
-        grid="quick",
-        participants={name: {"title": name.title(), "version": "1"} for name in factors},
-        absent={"gone": "No module named 'gone'"},
-        left_out=["big: 1 x 1"],
-    )
-    for name in suites or SUITES:
-        for work in SUITES[name].cells("quick"):
-            cell = work.describe()
-            results.cells.append(cell)
-            limit = results.limit(cell)
-            rows = (row(cell["name"], who, by * limit) for who, by in factors.items())
-            results.rows += rows
-    return results
-
-
-def row(cell: str, name: str, seconds: float, spread: float = 0.01, **more: Any) -> Row:
-    low, high = seconds * (1 - spread), seconds * (1 + spread)
-    return Row(cell, name, "ok", seconds, low, high, 50, 20, checked=1.0, **more)
 
 
 def with_row(results: Results, new: Row) -> Results:
@@ -289,15 +260,13 @@ def test_pictures_are_files_too_and_always_the_same(tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     pytest.importorskip("matplotlib")
     from kvattn.bench.page import write
-    from kvattn.bench.plots import figures, save
+    from kvattn.bench.plots import drawing, figures
 
     names = [path.name for path in write(made(), tmp_path)]
     pictures = {f"{name}.{kind}" for name in _PICTURES for kind in ("svg", "png")}
     assert {*names} == {"report.html", *pictures}
     for name, figure in figures(made()).items():
-        again = BytesIO()
-        save(figure, again, "svg")
-        assert (tmp_path / f"{name}.svg").read_bytes() == again.getvalue()
+        assert (tmp_path / f"{name}.svg").read_bytes() == drawing(figure, "svg")
         assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -359,30 +328,20 @@ def test_the_readme_takes_a_table_and_a_picture(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def invoke(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Runs `kvattn bench` in this process, without a terminal, 80 columns wide."""
-    pytest.importorskip("typer")
+def bench(invoke: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs `kvattn bench` in this process."""
     pytest.importorskip("matplotlib")
-    from typer.testing import CliRunner
-
-    from kvattn import cli
-
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def call(*arguments: object) -> Any:
-        return CliRunner().invoke(cli.app(), ["bench", *map(str, arguments)])
-
-    return call
+    return partial(invoke, "bench")
 
 
 def test_bench_runs_without_a_command(
-    invoke: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pages: list[Any] = []
     monkeypatch.setattr("kvattn.bench.page.write", lambda *what: pages.append(what))
     out, page = tmp_path / "results.json", tmp_path / "page"
     arguments = ("-s", "decode", "--quick", "--device", "cpu", "--repeats", 2)
-    result = invoke(*arguments, "--out", out, "--report", page)
+    result = bench(*arguments, "--out", out, "--report", page)
     assert result.exit_code == 0, result.output
     assert "Decode" in result.stdout
     assert "best peer" in result.stdout
@@ -390,7 +349,7 @@ def test_bench_runs_without_a_command(
     found = load(out)
     assert len(found.cells) == 3
     assert pages == [(found, page)]
-    result = invoke("run", *arguments, "--peers", "", "--json")
+    result = bench("run", *arguments, "--peers", "", "--json")
     assert result.exit_code == 0
     assert list(json.loads(result.stdout)["participants"]) == ["kvattn"]
     assert result.stderr == ""
@@ -410,52 +369,52 @@ def test_bench_runs_without_a_command(
     ],
 )
 def test_a_wrong_command_line_ends_with_2(
-    invoke: Callable[..., Any], arguments: tuple[str, ...]
+    bench: Callable[..., Any], arguments: tuple[str, ...]
 ) -> None:
-    result = invoke(*arguments)
+    result = bench(*arguments)
     assert result.exit_code == 2
     assert "Traceback" not in result.output
 
 
-def test_a_missing_device_and_a_missing_file_end_with_4(invoke: Callable[..., Any]) -> None:
-    result = invoke("--device", "cuda:99", "-s", "big")
+def test_a_missing_device_and_a_missing_file_end_with_4(bench: Callable[..., Any]) -> None:
+    result = bench("--device", "cuda:99", "-s", "big")
     assert result.exit_code == 4
     assert "KV504" in result.stderr
-    result = invoke("report", "nowhere.json", "--json")
+    result = bench("report", "nowhere.json", "--json")
     assert result.exit_code == 4
     assert json.loads(result.stdout)["error"]["code"] == ResultsFileError.code
 
 
-def test_report_compare_and_readme(invoke: Callable[..., Any], tmp_path: Path) -> None:
+def test_report_compare_and_readme(bench: Callable[..., Any], tmp_path: Path) -> None:
     before, after = tmp_path / "before.json", tmp_path / "after.json"
     results = made(suites=("decode", "step"))
     results.save(before)
     changed(results, kvattn=1.2).save(after)
-    result = invoke("report", before)
+    result = bench("report", before)
     assert result.exit_code == 0
     assert "Fused step" in result.stdout
-    result = invoke("report", before, "--out", tmp_path / "page")
+    result = bench("report", before, "--out", tmp_path / "page")
     assert str(tmp_path / "page" / "report.html") in result.stdout.splitlines()
-    assert invoke("compare", before, before).exit_code == 0
-    assert invoke("compare", before, after, "--tolerance", 30).exit_code == 0
-    result = invoke("compare", before, after)
+    assert bench("compare", before, before).exit_code == 0
+    assert bench("compare", before, after, "--tolerance", 30).exit_code == 0
+    result = bench("compare", before, after)
     assert result.exit_code == 1
     assert "slower" in result.stdout
-    result = invoke("compare", before, after, "--json")
+    result = bench("compare", before, after, "--json")
     assert json.loads(result.stdout)["worse"] is True
-    result = invoke("spread", before, after)
+    result = bench("spread", before, after)
     assert "spread of the ratio: 20.0% in the median, 20.0% at most" in result.stdout
-    assert invoke("spread", before).exit_code == 2
+    assert bench("spread", before).exit_code == 2
     text = tmp_path / "README.md"
     text.write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
     picture = tmp_path / "docs" / "bench.svg"
-    result = invoke("readme", before, "--file", text, "--picture", picture)
+    result = bench("readme", before, "--file", text, "--picture", picture)
     assert result.exit_code == 0
     assert "## Speed" in text.read_text()
 
 
-def test_the_list_names_suites_and_peers(invoke: Callable[..., Any]) -> None:
-    found = json.loads(invoke("list", "--json").stdout)
+def test_the_list_names_suites_and_peers(bench: Callable[..., Any]) -> None:
+    found = json.loads(bench("list", "--json").stdout)
     assert list(found["suites"]) == list(SUITES)
     assert "version" in found["peers"]["sdpa"]
-    assert "FlashAttention-3" in invoke("list").stdout
+    assert "FlashAttention-3" in bench("list").stdout

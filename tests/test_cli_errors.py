@@ -6,36 +6,17 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from cli_tools import Invoke
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from typer.testing import CliRunner
-
 import kvattn
-from kvattn import cli
 from kvattn.errors import catalogue
 from kvattn.peers import PEERS
-
-Result = Any
-Invoke = Callable[..., Result]
-
-
-@pytest.fixture
-def invoke(monkeypatch: pytest.MonkeyPatch) -> Invoke:
-    """Runs the command in this process, without a terminal, 80 columns wide."""
-    monkeypatch.setenv("COLUMNS", "80")
-    runner = CliRunner()
-
-    def call(*arguments: object, **more: Any) -> Result:
-        return runner.invoke(cli.app(), [str(argument) for argument in arguments], **more)
-
-    return call
 
 
 def flat(text: str) -> str:

@@ -8,12 +8,12 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-import mock_gluon
 import pytest
 import torch
 from cases import BF16, CASES, E4M3, F16, F32, identity
 from conftest import DEVICE
 from mock_gluon import mocked
+from mock_gluon_memory import Pointer, Value
 from torch import Tensor
 
 from kvattn.backends import hopper, reference
@@ -267,13 +267,12 @@ def test_ragged_work_is_dealt_out_once(tokens: tuple[int, ...], launch: ModuleTy
     found = prefill.order(r, r.q)
     at = dict.fromkeys(schedule.Index._fields)
     at.update(LENGTHS=r.cache_seqlens, Q_EDGES=r.cu_seqlens_q, PAGES=r.page_table, ORDER=found)
-    index = schedule.Index(*(None if x is None else mock_gluon.Pointer(x) for x in at.values()))
-    n = schedule.Sizes(*map(mock_gluon.Value, (*prefill.numbers[:12],)))
-    bounds = schedule.Bounds(*map(mock_gluon.Value, (0, 0, 0)))
+    index = schedule.Index(*(None if x is None else Pointer(x) for x in at.values()))
+    n = schedule.Sizes(*map(Value, (*prefill.numbers[:12],)))
+    bounds = schedule.Bounds(*map(Value, (0, 0, 0)))
     pieces = int(schedule.all_pieces(index, n))
     dealt = [
-        schedule.work_of(mock_gluon.Value(t), index, n, bounds, prefill.variant)[0]
-        for t in range(pieces)
+        schedule.work_of(Value(t), index, n, bounds, prefill.variant)[0] for t in range(pieces)
     ]
     rows = 64 * prefill.variant.GROUPS
     wanted = {

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ REQUIRED = os.environ.get("KVATTN_REQUIRE_BROWSER") == "1"
 pytestmark = pytest.mark.skipif(
     not CHROMIUM and not REQUIRED, reason="no chromium here (apt-get install chromium)"
 )
+
+PATIENCE = 300_000  # ms: a browser that hangs ends, one that is slow does not
+expect.set_options(timeout=PATIENCE)
 
 WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 
@@ -78,6 +82,7 @@ def home(request: pytest.FixtureRequest) -> str:
 def opened(browser: Browser, address: str, **options: Any) -> Page:
     """A page in a context of its own that fails on every complaint of the browser."""
     context = browser.new_context(**({"viewport": WIDE} | options))
+    context.set_default_timeout(PATIENCE)
     page = context.new_page()
     complaints: list[str] = []
     page.on("console", lambda message: complaints.append(message.text))
@@ -95,6 +100,13 @@ def failure(request: Request) -> list[str]:
     return [] if left else [f"{request.url} {request.failure}"]
 
 
+@contextmanager
+def followed(page: Page) -> Iterator[None]:
+    """Until the page that this leads to is there; the one before has elements of the same names."""
+    with page.expect_event("load"):
+        yield
+
+
 def closed(page: Page) -> None:
     assert page.complaints == []  # type: ignore[attr-defined]
     page.context.close()
@@ -102,7 +114,6 @@ def closed(page: Page) -> None:
 
 def shown(page: Page) -> list[str]:
     """The codes in the list, in order."""
-    page.wait_for_load_state()  # a followed link's page may be half read
     return page.locator("#results li:not([hidden]) .code-name").all_inner_texts()
 
 
@@ -161,8 +172,8 @@ def test_enter_asks_the_server_for_what_is_alike(browser: Browser, server: str) 
     page.locator("#q").fill("FA4 dose not suport updating of KV cache inplace")
     assert shown(page) == []
     assert page.get_by_text("Enter compares").is_visible()
-    page.locator("#q").press("Enter")
-    page.wait_for_url("**/?q=*")
+    with followed(page):
+        page.locator("#q").press("Enter")
     assert "SGL-01" in shown(page)
     assert "Nothing" not in page.locator("main").inner_text()
     closed(page)
@@ -184,16 +195,20 @@ def test_from_the_list_to_a_page_and_back(browser: Browser, home: str) -> None:
     page.locator("#q").fill(TRACEBACK)
     first = page.locator("#results li:not([hidden])").first
     assert FA4 in first.inner_text()
-    first.get_by_role("link").click()
+    with followed(page):
+        first.get_by_role("link").click()
     assert FA4 in page.locator(".message").inner_text()
     heading = page.get_by_role("heading", level=1).inner_text()
     page.get_by_role("navigation", name="On this page").get_by_role("link").last.click()
     assert page.url.endswith("#related")
-    page.locator(".related a").first.click()
+    with followed(page):
+        page.locator(".related a").first.click()
     assert page.get_by_role("heading", level=1).inner_text() != heading
-    page.locator('.pager [rel="next"]').click()
-    page.locator('.pager [rel="prev"]').click()
-    page.locator("aside").get_by_role("link").first.click()  # all errors of this project
+    for way in ("next", "prev"):
+        with followed(page):
+            page.locator(f'.pager [rel="{way}"]').click()
+    with followed(page):
+        page.locator("aside").get_by_role("link").first.click()  # all errors of this project
     assert "project=" in page.url
     assert 0 < len(shown(page)) < len(everything().records)
     page.go_back()
@@ -206,7 +221,7 @@ def test_from_the_list_to_a_page_and_back(browser: Browser, home: str) -> None:
 def test_a_code_is_an_address(browser: Browser, home: str) -> None:
     folder, _, file = home.rpartition("/")
     page = opened(browser, f"{folder}/errors/KV121{'.html' if file else ''}")
-    page.wait_for_selector(".message")
+    page.wait_for_selector(".message")  # a file leads there by itself
     record = everything().get("KV121")
     assert record
     assert page.get_by_role("heading", level=1).inner_text() == record.title
@@ -215,13 +230,15 @@ def test_a_code_is_an_address(browser: Browser, home: str) -> None:
 
 def test_links_to_json(browser: Browser, home: str) -> None:
     page = opened(browser, address_of(home, "KV121"))
-    page.locator("aside").get_by_role("link", name="JSON").click()
+    with followed(page):
+        page.locator("aside").get_by_role("link", name="JSON").click()
     record = everything().get("KV121")
     assert record
     assert json.loads(page.locator("pre").inner_text()) == json.loads(json.dumps(record.to_dict()))
     page.go_back()
     for name in ("JSON", "Schema", "OpenAPI"):
-        page.get_by_role("contentinfo").get_by_role("link", name=name).click()
+        with followed(page):
+            page.get_by_role("contentinfo").get_by_role("link", name=name).click()
         assert isinstance(json.loads(page.locator("pre").inner_text()), dict)
         page.go_back()
     closed(page)
@@ -257,14 +274,16 @@ def test_keys(browser: Browser, home: str) -> None:
     assert focused().startswith(codes[0])
     page.keyboard.press("Escape")
     page.keyboard.press("ArrowDown")
-    page.keyboard.press("Enter")
-    page.wait_for_selector(".message")
+    with followed(page):
+        page.keyboard.press("Enter")
     assert codes[0] in page.title()
     before = page.url
-    page.keyboard.press("ArrowRight")
-    page.wait_for_url(lambda url: url != before)
-    page.keyboard.press("ArrowLeft")
-    page.wait_for_url(before)
+    with followed(page):
+        page.keyboard.press("ArrowRight")
+    assert page.url != before
+    with followed(page):
+        page.keyboard.press("ArrowLeft")
+    assert page.url == before
     page.keyboard.press("/")
     assert page.evaluate("document.activeElement.id") == "q"
     closed(page)
@@ -376,8 +395,9 @@ def test_without_a_script(browser: Browser, home: str) -> None:
     assert page.locator(".solutions li").count() == len(everything().get("KV121").solutions)  # type: ignore[union-attr]
     if home.startswith("http"):
         page.locator("#q").fill("kv121")
-        page.locator("#q").press("Enter")
-        page.wait_for_url("**/?q=kv121")
+        with followed(page):
+            page.locator("#q").press("Enter")
+        assert page.url.endswith("/?q=kv121")
         assert shown(page)[0] == "KV121"
     closed(page)
 
@@ -390,7 +410,8 @@ def test_a_missing_page(browser: Browser, server: str) -> None:
     complaints = page.complaints  # type: ignore[attr-defined]
     assert len(complaints) == 1  # the browser itself tells of the 404
     complaints.clear()
-    page.get_by_role("main").get_by_role("link", name="All errors").click()
+    with followed(page):
+        page.get_by_role("main").get_by_role("link", name="All errors").click()
     assert len(shown(page)) == len(everything().records)
     closed(page)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import base64
-from io import BytesIO
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from kvattn.bench import plots, summary
+from kvattn.bench import outputs, plots, summary
 from kvattn.bench.results import Results
 from kvattn.bench.summary import Line, Section, figure, speed
 from kvattn.errors.bench_kinds import ReportPackageError
@@ -18,6 +18,21 @@ _CAPTIONS = {
     "roofline": "Rate of every cell by its intensity. Dashed: what the machine itself gave.",
 }
 _TITLES = {"ratios": "Ratios", "latency": "Latency", "roofline": "Roofline"}
+
+
+def check(argument: str, folder: Path) -> None:
+    """Sees that a page could be written there, before there is work.
+
+    Raises:
+        ReportPackageError: jinja2 or matplotlib is not installed.
+        OutputPathError: nothing can be written to the directory.
+    """
+    for package in ("jinja2", "matplotlib"):
+        try:
+            import_module(package)
+        except ImportError as error:
+            raise ReportPackageError("report", str(error), package) from None
+    outputs.check_folder(argument, folder)
 
 
 def page(results: Results) -> str:
@@ -43,26 +58,27 @@ def page(results: Results) -> str:
     )
 
 
-def write(results: Results, folder: Path) -> list[Path]:
-    """report.html, and every picture as SVG and PNG beside it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    written = [folder / "report.html"]
-    written[0].write_text(page(results), encoding="utf-8")
+def write(results: Results, folder: Path, argument: str = "--report") -> list[Path]:
+    """report.html, and every picture as SVG and PNG beside it; all drawn before one is written.
+
+    Raises:
+        ReportPackageError: jinja2 or matplotlib is not installed.
+        OutputPathError: nothing can be written to the directory, which `argument` named.
+    """
+    files = {"report.html": page(results).encode()}
     for name, drawn in plots.figures(results).items():
         for kind in ("svg", "png"):
-            path = folder / f"{name}.{kind}"
-            plots.save(drawn, path, kind)
-            written.append(path)
-    return written
+            files[f"{name}.{kind}"] = plots.drawing(drawn, kind)
+    for name, content in files.items():
+        outputs.write(argument, folder / name, content)
+    return [folder / name for name in files]
 
 
 def _pictures(results: Results) -> list[dict[str, str]]:
     """Pictures as data URLs, with what they show in words."""
     found = []
     for name, drawn in plots.figures(results).items():
-        file = BytesIO()
-        plots.save(drawn, file, "svg")
-        encoded = base64.b64encode(file.getvalue()).decode()
+        encoded = base64.b64encode(plots.drawing(drawn, "svg")).decode()
         found.append(
             {
                 "name": name,

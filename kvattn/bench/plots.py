@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from kvattn.bench import summary
@@ -60,11 +61,13 @@ def figures(results: Results) -> dict[str, Figure]:
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
-def save(figure: Figure, target: Any, kind: str) -> None:
-    """Writes "svg" or "png"; the same results give the same bytes."""
+def drawing(figure: Figure, kind: str) -> bytes:
+    """An "svg" or "png" file; the same results give the same bytes."""
+    file = BytesIO()
     with _style():
         metadata = {"Date": None} if kind == "svg" else None
-        figure.savefig(target, format=kind, dpi=200, bbox_inches="tight", metadata=metadata)
+        figure.savefig(file, format=kind, dpi=200, bbox_inches="tight", metadata=metadata)
+    return file.getvalue()
 
 
 @contextmanager

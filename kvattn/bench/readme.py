@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvattn.bench import plots, summary
+from kvattn.bench import outputs, plots, summary
 from kvattn.bench.results import Results
 from kvattn.bench.suites import HEADLINE
 from kvattn.bench.summary import Line, Section, speed
@@ -18,22 +19,33 @@ _ROWS = 3  # of every suite
 def update(results: Results, text: Path, picture: Path) -> None:
     """Rewrites what lies between the markers of `text`, and the picture that it shows.
 
+    Line ends stay as they are in the text.
+
     Raises:
-        ReadmeMarkerError: the text lacks a marker.
+        ReadmeMarkerError: the text cannot be read, or lacks a marker.
+        OutputPathError: the text or the picture cannot be written.
     """
-    old = text.read_text(encoding="utf-8")
+    allowed = f"a text with {BEGIN} and {END}"
+    try:
+        old = text.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ReadmeMarkerError("--file", f"{text}: {why}", allowed) from None
     before, found, rest = old.partition(BEGIN)
     _, closed, after = rest.partition(END)
     if not found or not closed:
-        raise ReadmeMarkerError("FILE", str(text), f"a text with {BEGIN} and {END}")
+        raise ReadmeMarkerError("--file", str(text), allowed)
     drawn = plots.figures(results)
     shown = drawn.get("latency")
+    where = ""
     if shown is not None:
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        plots.save(shown, picture, "svg")
-    where = picture.relative_to(text.parent).as_posix() if shown is not None else ""
-    body = "\n".join(_lines(results, where))
-    text.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}", encoding="utf-8")
+        where = Path(os.path.relpath(picture, text.parent)).as_posix()
+    end = "\r\n" if "\r\n" in old else "\n"
+    body = end.join([BEGIN, *_lines(results, where), END])
+    outputs.check_file("--file", text)
+    if shown is not None:
+        outputs.write("--picture", picture, plots.drawing(shown, "svg"))
+    outputs.write("--file", text, f"{before}{body}{after}".encode())
 
 
 def _lines(results: Results, picture: str) -> Iterator[str]:

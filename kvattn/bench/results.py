@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from kvattn.bench import outputs
 from kvattn.bench.measure import Times
 from kvattn.errors.bench_kinds import ResultsFileError
 
@@ -111,11 +112,12 @@ class Results:
         return {"schema": SCHEMA, **asdict(self)}
 
     def save(self, path: Path) -> None:
-        """Written beside its place and moved there: a reader never sees half of it."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
-        part.replace(path)
+        """Writes the file, whole or not at all.
+
+        Raises:
+            OutputPathError: the system does not let us.
+        """
+        outputs.write("--out", path, f"{json.dumps(self.to_dict(), indent=1)}\n".encode())
 
 
 def load(path: Path) -> Results:
@@ -125,7 +127,7 @@ def load(path: Path) -> Results:
         ResultsFileError: it cannot be read, is no such file, or is of another schema.
     """
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_bytes())  # in the encoding that a shell wrote it in
     except (OSError, ValueError) as error:
         raise ResultsFileError("FILE", f"{path}: {error}", "what kvattn bench wrote") from None
     schema = found.pop("schema", None) if isinstance(found, dict) else None

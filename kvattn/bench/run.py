@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kvattn.bench import machine, measure
+from kvattn.bench import machine, measure, outputs
 from kvattn.bench.check import Truth, Verdict
 from kvattn.bench.data import Data, layers_for
 from kvattn.bench.measure import Times
@@ -66,7 +66,12 @@ def run(options: Options, report: Report = lambda step, done: None) -> Results:
 
     Args:
         report: called with what is done and how much of the run is behind it, 0 to 1.
+
+    Raises:
+        OutputPathError: the file could not be written; nothing was measured.
     """
+    if options.out is not None:
+        outputs.check_file("--out", options.out)
     return _Run(options, report).all()
 
 

@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 from kvattn.bench import compare as comparing
 from kvattn.bench import page, peers, readme, report, results, run, summary
 from kvattn.bench.suites import HEADLINE, SUITES
-from kvattn.commands.terminal import BACKENDS, AsJson, outcomes, print_json, progress
+from kvattn.commands.terminal import BACKENDS, AsJson, add, outcomes, print_json, progress
 from kvattn.errors.cli_kinds import DeviceUnavailableError
 
 HELP = """Measure attention on this machine, other libraries beside it.
@@ -65,18 +65,18 @@ Budget = Annotated[
     float | None, typer.Option("--budget", min=1, help="Seconds; what does not fit is left out.")
 ]
 Repeats = Annotated[int | None, typer.Option("--repeats", min=2, help="Of every cell.")]
-Files = Annotated[list[Path], typer.Argument(help="What --out wrote.", metavar="FILES...")]
+Files = Annotated[list[Path], typer.Argument(help="What --out wrote.", metavar="FILE")]
 
 
 def app() -> typer.Typer:
     """The group of commands."""
     group = typer.Typer(cls=_RunByDefault, help=HELP, no_args_is_help=False)
-    group.command("run")(measure)
-    group.command("report")(show)
-    group.command("compare")(compare)
-    group.command("spread")(spread)
-    group.command("readme")(write_readme)
-    group.command("list")(list_all)
+    add(group, measure, "run")
+    add(group, show, "report")
+    add(group, compare)
+    add(group, spread)
+    add(group, write_readme, "readme")
+    add(group, list_all, "list")
     return group
 
 
@@ -101,9 +101,10 @@ def measure(
 
     Exits with 1 if an output of kvattn is wrong.
     """
-    options = _options(suite, quick, grid, peers, backend, device, budget, repeats, out)
     with outcomes(as_json):
-        _check_device(options.device)
+        options = _options(suite, quick, grid, peers, backend, device, budget, repeats, out)
+        if html is not None:
+            page.check("--report", html)
         with progress(quiet=as_json) as bar:
             found = run.run(options, bar)
         if html is not None:
@@ -128,7 +129,7 @@ def show(
     """
     with outcomes(as_json):
         found = results.merged(map(results.load, files))
-        written = [] if out is None else page.write(found, out)
+        written = [] if out is None else page.write(found, out, "--out")
     if as_json:
         print_json(found.to_dict())
     elif out is None:
@@ -139,7 +140,7 @@ def show(
 
 def compare(
     files: Annotated[
-        list[Path] | None, typer.Argument(help="Two results.", metavar="[BEFORE AFTER]")
+        list[Path] | None, typer.Argument(help="Two results.", metavar="BEFORE AFTER")
     ] = None,
     base: Annotated[
         str | None, typer.Option("--base", help="Measure this revision and the present files.")
@@ -169,7 +170,6 @@ def compare(
             before, after = map(results.load, given)
         else:
             options = _options(suite, quick, grid, peers, backend, device, budget, repeats, None)
-            _check_device(options.device)
             with progress(quiet=as_json) as bar:
                 before, after = comparing.revisions(base, _arguments(options), bar)
     found = comparing.compare(before, after, tolerance / 100)
@@ -205,15 +205,19 @@ def write_readme(
     text: Annotated[Path, typer.Option("--file", help="The text with the two markers.")] = Path(
         "README.md"
     ),
-    picture: Annotated[
-        Path, typer.Option("--picture", help="Where its picture goes, beside or below it.")
-    ] = Path("docs/bench.svg"),
+    picture: Annotated[Path, typer.Option("--picture", help="Where its picture goes.")] = Path(
+        "docs/bench.svg"
+    ),
+    as_json: AsJson = False,
 ) -> None:
     """Write the headline table and a picture into a text, between its markers."""
-    with outcomes():
+    with outcomes(as_json):
         found = results.merged(map(results.load, files))
         readme.update(found, text.resolve(), picture.resolve())
-    typer.echo(f"{text} and {picture}")
+    if as_json:
+        print_json({"file": str(text), "picture": str(picture)})
+    else:
+        typer.echo(f"{text} and {picture}")
 
 
 def list_all(as_json: AsJson = False) -> None:
@@ -269,9 +273,11 @@ def _options(
     _known("--backend", backend or [], BACKENDS)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        gpu = torch.device(device).type == "cuda"
+        where = torch.device(device)
     except RuntimeError as error:
         raise typer.BadParameter(str(error).partition("\n")[0]) from None
+    _check_device(where)
+    gpu = where.type == "cuda"
     size = grid.value if grid is not None else "quick" if quick and gpu else None
     return run.options(
         suites=names or None,

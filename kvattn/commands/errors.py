@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import sys
 from typing import Annotated
 
@@ -11,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvattn.commands.page import page
-from kvattn.commands.terminal import AsJson, outcomes, print_json
+from kvattn.commands.terminal import AsJson, outcomes, print_json, standard_input
 from kvattn.errors import catalogue
 from kvattn.errors.record import Record
 
@@ -39,8 +40,11 @@ def list_errors(
     ]
     if as_json:
         print_json({"errors": [_brief(record) for record in found]})
-    else:
+    elif found:
         Console(highlight=False).print(_table(found))
+    else:
+        names = ", ".join(dict.fromkeys(record.project for record in known))
+        Console(stderr=True, highlight=False).print(f"No such error; projects are {names}.")
     if not found:
         raise typer.Exit(NOTHING_FOUND)
 
@@ -121,4 +125,6 @@ def find(
 def _standard_input() -> str:
     if sys.stdin.isatty():
         typer.echo("Paste a message or traceback, then press Ctrl-D.", err=True)
-    return sys.stdin.read()
+    pasted = standard_input()
+    wide = pasted.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # as PowerShell writes
+    return pasted.decode("utf-16" if wide else "utf-8", errors="replace")

@@ -234,7 +234,11 @@ class _Shapes:
 
 
 def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+    try:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    except (RuntimeError, TypeError):  # beyond 64 bits: in one size, in their product
+        said = " x ".join(map(str, shape))
+        raise typer.BadParameter(f"no tensor can be of {said} elements.") from None
 
 
 def _ints(*shape: int) -> Tensor:

@@ -25,6 +25,7 @@ from kvattn.commands.terminal import (
     outcomes,
     print_json,
     progress,
+    standard_input,
 )
 from kvattn.errors.cli_kinds import DeviceUnavailableError
 from kvattn.generation import Answer, Run, Settings, Verdict, encode, verify
@@ -38,6 +39,12 @@ if TYPE_CHECKING:
 def _share(value: float) -> float:
     if not 0.0 < value <= 1.0:
         raise typer.BadParameter(f"{value} is not above 0 and at most 1.")
+    return value
+
+
+def _seed(value: int) -> int:
+    if not -(2**63) <= value < 2**63:
+        raise typer.BadParameter(f"{value} is not a number of 64 bits.")
     return value
 
 
@@ -98,7 +105,8 @@ def generate(
         ),
     ] = 1.0,
     seed: Annotated[
-        int, typer.Option(metavar="N", rich_help_panel=_SAMPLING, help="Of the draws.")
+        int,
+        typer.Option(callback=_seed, metavar="N", rich_help_panel=_SAMPLING, help="Of the draws."),
     ] = 0,
     dtype: Annotated[
         Dtype, typer.Option(rich_help_panel=_ATTENTION, help="Weights and arithmetic.")
@@ -137,6 +145,7 @@ def generate(
         int | None,
         typer.Option(
             min=1,
+            max=1024,
             metavar="N",
             show_default=False,
             rich_help_panel=_ATTENTION,
@@ -222,7 +231,8 @@ def _prompts(given: list[str], file: Path | None) -> list[str]:
 def _lines(file: Path) -> list[str]:
     """The lines of a file, or of stdin, that are not blank."""
     try:
-        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        data = standard_input() if str(file) == "-" else file.read_bytes()
+        text = data.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise typer.BadParameter(
             f"'{file}' is not readable: {error}", param_hint="--file"

@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kvattn.commands.terminal import Verbatim, facts, highlighted
+from kvattn.commands.terminal import Verbatim, facts, flowing, highlighted
 from kvattn.errors import catalogue
 from kvattn.errors.record import Record, Site
 
@@ -21,11 +21,11 @@ def page(record: Record) -> Iterator[RenderableType]:
     yield Text.assemble((record.code, "bold red"), "  ", (record.title, "bold"))
     yield facts(_head(record))
     if record.meaning:
-        yield from _section("What it means", Text(_flowing(record.meaning)))
+        yield from _section("What it means", Text(flowing(record.meaning)))
     if record.trigger or record.situations:
         yield _heading("When it happens")
         if record.trigger:
-            yield _indented(Text(_flowing(record.trigger)))
+            yield _indented(Text(flowing(record.trigger)))
         yield from _items(record.situations, "*")
     if record.solutions:
         yield _heading("Solutions")
@@ -55,11 +55,6 @@ def _head(record: Record) -> list[tuple[str, RenderableType]]:
     return [*rows, ("id", Text(record.id))]
 
 
-def _flowing(text: str) -> str:
-    """Paragraphs without the line breaks that their file has."""
-    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
-
-
 def _section(heading: str, body: RenderableType) -> Iterator[RenderableType]:
     yield _heading(heading)
     yield _indented(body)
@@ -79,7 +74,7 @@ def _items(texts: tuple[str, ...], mark: str = "") -> Iterator[RenderableType]:
         grid = Table.grid(padding=(0, 1, 0, 0))
         grid.add_column(no_wrap=True)
         grid.add_column(overflow="fold")
-        grid.add_row(sign, Text(_flowing(text)))
+        grid.add_row(sign, Text(flowing(text)))
         yield _indented(grid)
 
 

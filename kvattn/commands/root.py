@@ -30,9 +30,9 @@ EXAMPLES = """[bold]Examples[/]
 EXIT_CODES = """[bold]Exit codes[/]
 
     0  done
-    1  --verify found other tokens, doctor found nothing usable, scan found a call that
-       is refused or changed, errors find or list found nothing, bench an output of kvattn
-       that is wrong, bench compare a cell that is slower or broken
+    1  --verify found other tokens, doctor nothing usable, scan a call that
+       is refused or changed, errors find or list nothing, bench an output
+       of kvattn that is wrong, bench compare a cell slower or broken
     2  the command line is wrong
     3  the model cannot be loaded
     4  another error of kvattn; its code and its fix are printed

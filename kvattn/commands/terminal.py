@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
@@ -19,6 +20,7 @@ from rich.text import Text
 
 from kvattn import backends
 from kvattn.errors import KvattnError, model_kinds
+from kvattn.errors.cli_kinds import CommandMemoryError
 
 VERIFY_FAILED, USAGE, NO_MODEL, KVATTN_ERROR, INTERRUPTED = 1, 2, 3, 4, 130
 
@@ -73,11 +75,24 @@ def outcomes(as_json: bool = False) -> Iterator[None]:
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     except KvattnError as error:
-        if as_json:
-            print_json({"error": _error_fields(error)})
-        show_error(error)
-        of_model = type(error).__module__ == model_kinds.__name__
-        raise typer.Exit(NO_MODEL if of_model else KVATTN_ERROR) from None
+        _end(error, as_json)
+    except (MemoryError, RuntimeError) as error:  # PyTorch has no class of its own for the CPU's
+        said = str(error)
+        of_gpu = isinstance(error, torch.OutOfMemoryError)
+        if not (of_gpu or isinstance(error, MemoryError) or "allocate memory" in said):
+            raise
+        got = said.partition("\n")[0] or type(error).__name__
+        lacking = CommandMemoryError("memory", got, "what fits into the memory that is free")
+        _end(lacking, as_json)
+
+
+def _end(error: KvattnError, as_json: bool) -> NoReturn:
+    """Shows the error, and ends with its code."""
+    if as_json:
+        print_json({"error": _error_fields(error)})
+    show_error(error)
+    of_model = type(error).__module__ == model_kinds.__name__
+    raise typer.Exit(NO_MODEL if of_model else KVATTN_ERROR) from None
 
 
 def _error_fields(error: KvattnError) -> dict[str, str]:
@@ -148,6 +163,23 @@ def _lines(console: Console) -> Report:
             console.print(f"{done:4.0%}  {step}", soft_wrap=True, markup=False)
 
     return report
+
+
+def flowing(text: str) -> str:
+    """Paragraphs without the line breaks that their file has."""
+    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
+
+
+def add(
+    group: typer.Typer, command: Callable[..., None], name: str | None = None, **more: Any
+) -> None:
+    """A command of the group; its help is the docstring, in paragraphs as wide as the terminal."""
+    group.command(name, help=flowing(inspect.getdoc(command) or ""), **more)(command)
+
+
+def standard_input() -> bytes:
+    """All of it, in whatever encoding."""
+    return sys.stdin.buffer.read()
 
 
 class Verbatim:

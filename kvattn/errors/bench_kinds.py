@@ -35,3 +35,11 @@ class ReadmeMarkerError(ArgumentValueError):
     code = "KV804"
     problem = "there is no place for the table in this file"
     fix = "put the lines <!-- bench:begin --> and <!-- bench:end --> where the table shall be"
+
+
+class OutputPathError(KvattnError, OSError):
+    """Results, a page or a table cannot be written where they shall go."""
+
+    code = "KV805"
+    problem = "this cannot be written"
+    fix = "name a file or directory in a place where you may write and that has room"

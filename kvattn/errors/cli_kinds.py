@@ -37,6 +37,14 @@ class DeviceUnavailableError(ArgumentValueError):
     fix = "see `kvattn doctor`, or leave the device out to stay on the CPU"
 
 
+class CommandMemoryError(KvattnError, MemoryError):
+    """The model, its cache or the tensors of a measurement do not fit into the memory there is."""
+
+    code = "KV508"
+    problem = "the memory of this device does not suffice"
+    fix = "ask for less: fewer or shorter answers, smaller pages, a narrower --kv-dtype or --dtype"
+
+
 class SitePackageError(KvattnError, ImportError):
     """A package that writes or serves the pages about errors is not installed."""
 
