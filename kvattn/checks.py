@@ -75,7 +75,8 @@ _TENSOR_NAMES = (
     *("cache_batch_idx", "cache_leftpad", "page_table", "cu_seqlens_q", "cu_seqlens_k"),
     *("cu_seqlens_k_new", "seqused_q", "seqused_k", "rotary_seqlens", "slot_mapping"),
     *("q_descale", "k_descale", "v_descale", "sfq", "sfk", "sfv", "alibi_slopes", "sinks"),
-    *("rel_bias", "gather_kv_indices", "q_norm_weight", "k_norm_weight", "out"),
+    *("rel_bias", "gather_kv_indices", "q_norm_weight", "k_norm_weight", "common_prefix_len"),
+    "out",
 )
 
 
@@ -88,8 +89,8 @@ def _tensors(raw: Any) -> None:
         if tensor is None:
             continue
         if not isinstance(tensor, Tensor):
-            if name == "cache_seqlens":
-                continue  # a scalar, expanded in _lengths
+            if name in ("cache_seqlens", "common_prefix_len"):
+                continue  # a scalar, the former expanded in _lengths
             raise E.NotATensorError(name, type(tensor).__name__, "a torch.Tensor or None")
         if device is None:
             device, first = tensor.device, name
@@ -376,7 +377,7 @@ def own_memory(raw: Any) -> None:
     """out shares no memory with any other tensor of the call."""
     for name in _TENSOR_NAMES:
         other = getattr(raw, name, None)
-        if name != "out" and other is not None and overlap(raw.out, other):
+        if name != "out" and isinstance(other, Tensor) and overlap(raw.out, other):
             raise E.OutTensorError("out", f"memory shared with {name}", "memory of its own")
 
 

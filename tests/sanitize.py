@@ -41,7 +41,7 @@ CASES = {
 
 
 def main(backends: list[str]) -> None:
-    prefix._slower = lambda facts: None  # a common prefix is read once however short it is
+    prefix.LEAST = prefix.EACH = 0  # a common prefix is read once however short it is
     for backend in backends:
         for name, case in CASES.items():
             try:

@@ -1,6 +1,6 @@
 """Keys that all sequences of a batch have in common, read once for the query rows of all of them.
 
-Rows of all sequences are packed into tiles (row = (sequence * tokens + token) * group + head of the
+Rows of all sequences are packed into tiles (row = row of the query tensor * group + head of the
 group) of one kv head, which attend to a share of the common keys each. What they leave is one more
 share of every sequence for the decode kernel, which reads only the keys behind.
 """
@@ -48,6 +48,30 @@ def _cached(
         return tile.widen(x, KIND, DTYPE)
 
 
+@triton.jit
+def _tokens(r, Q_EDGES, USED, batch, queries, GROUP: tl.constexpr):
+    """(sequence, token of it, query tokens of it, row among the sequence's or all ragged queries,
+    whether there is such a row) of packed rows."""
+    if Q_EDGES is None:
+        at = r // GROUP % queries
+        b = r // GROUP // queries
+        live = b < batch
+        b = tl.minimum(b, batch - 1)
+        token = at
+        q_len = b * 0 + queries
+    else:
+        at = r // GROUP
+        guess = tl.minimum(at.to(tl.int64) * batch // queries, batch - 1)
+        b = tile.find_rows(Q_EDGES, batch, at, guess)
+        first = tl.maximum(tl.load(Q_EDGES + b), 0)
+        token = at - first
+        q_len = tl.minimum(tl.load(Q_EDGES + b + 1), queries) - first
+        live = token >= 0
+    if USED is not None:
+        q_len = tl.minimum(q_len, tl.load(USED + b))
+    return b.to(tl.int64), token, q_len, at, live & (token < q_len)
+
+
 _PLAIN_NUMBERS = (
     *("table_stride", "batch", "queries", "steps", "capacity", "rows", "blocks", "positions"),
     *("common", "splits", "right"),
@@ -56,7 +80,8 @@ _PLAIN_NUMBERS = (
 
 @triton.jit(do_not_specialize=_PLAIN_NUMBERS)
 def prefix(
-    Q, K, V, PART, STATS, LENGTHS, ROWS, PAGES, COS, SIN, BASES, Q_NORM, Q_SCALE, K_SCALE,
+    Q, K, V, PART, STATS, LENGTHS, Q_EDGES, NEW_EDGES, USED, ROWS, PAGES, COMMON_LENGTH,
+    COS, SIN, BASES, Q_NORM, Q_SCALE, K_SCALE,
     q_strides, k_strides, v_strides, scale_strides, k_scale_strides,
     table_stride, batch, queries, steps, capacity, rows, blocks, positions, common, splits,
     softmax_scale, softcap, right,
@@ -67,30 +92,37 @@ def prefix(
     INCLUDED: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr, RAW: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: row tiles * HEADS * splits; programs side by side read the same keys."""
+    """Grid: row tiles * HEADS * splits; programs side by side read the same keys.
+
+    With a COMMON_LENGTH, common is the least that is read.
+    """
     if PDL:  # in this order: the next kernel starts when all that it reads but PART is there
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    if COMMON_LENGTH is not None:
+        common, some = tile.common_on_device(COMMON_LENGTH, common, splits)
+        if some == 0:
+            return
     # --- which rows
-    each = queries * GROUP
-    total = batch * each
+    total = queries * GROUP
+    if Q_EDGES is None:
+        total *= batch
     tiles = tl.cdiv(total, BM)
     program = tl.program_id(0)
     head = (program // tiles % HEADS).to(tl.int64)
     split = program // tiles // HEADS
     r = program % tiles * BM + tl.arange(0, BM)
-    live = r < total
-    b = tl.minimum(r // each, batch - 1).to(tl.int64)
-    token = r % each // GROUP
+    b, token, q_len, at, live = _tokens(r, Q_EDGES, USED, batch, queries, GROUP)
     # --- which keys: each row sees those before `until`
-    line, _shift, _start, keys, old, _active = tile.keys_of(
-        b, LENGTHS, None, None, None, ROWS, steps, capacity, rows, INCLUDED,
+    line, _shift, _start, keys, old, active = tile.keys_of(
+        b, LENGTHS, None, NEW_EDGES, None, ROWS, steps, capacity, rows, INCLUDED,
     )  # fmt: skip
-    until = tile.common_until(keys, old, queries, right, common, HAS_RIGHT)
+    until = tile.common_until(keys, old, q_len, right, common, HAS_RIGHT)
     until = tl.where(live, until, 0)
     high = tl.max(until, 0)
     seen_by_all = tl.min(tl.where(live, until, high), 0)
-    line = tl.max(tl.where(until == high, line, 0), 0)  # all of these sequences name the same keys
+    longest = active & (until == high)
+    line = tl.max(tl.where(longest, line, 0), 0)  # all of these sequences name the same keys
     share = tl.cdiv(tl.cdiv(high, BN), splits) * BN
     first = split * share
     last = tl.minimum(first + share, high)
@@ -106,7 +138,7 @@ def prefix(
     # --- the query
     dk = tl.arange(0, DP)
     dv = tl.arange(0, DVP)
-    q_rows = b * q_strides[0] + token.to(tl.int64) * q_strides[1]
+    q_rows = b * q_strides[0] + at.to(tl.int64) * q_strides[1]
     q_rows += (head * GROUP + r % GROUP) * q_strides[2]
     rms = None
     if Q_NORM is not None:
