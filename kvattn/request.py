@@ -324,8 +324,7 @@ class TensorFacts(NamedTuple):
 _FACT_TENSORS = tuple(
     name
     for name in NAMES
-    if name == "common_prefix_len"
-    or _DEFAULTS[name] is None
+    if (_DEFAULTS[name] is None or name == "common_prefix_len")
     and name
     not in (
         *("score_mod", "mask_mod", "aux_tensors", "block_sparse", "softmax_scale"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -180,12 +181,15 @@ def checked(case: Case, backend: str) -> None:
 @pytest.mark.parametrize("case", SHARED.values(), ids=SHARED)
 def test_read_once(case: Case, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert shared(case)
-    launches = []
+    launches: list[Request] = []
     if backend == "triton":
         from kvattn.backends import triton_prefix
 
-        attend = triton_prefix.attend
-        monkeypatch.setattr(triton_prefix, "attend", lambda r: launches.append(r) or attend(r))
+        def counted(r: Request, attend: Any = triton_prefix.attend) -> Any:
+            launches.append(r)
+            return attend(r)
+
+        monkeypatch.setattr(triton_prefix, "attend", counted)
     checked(case, backend)
     assert launches or backend != "triton"
 

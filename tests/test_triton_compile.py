@@ -44,12 +44,23 @@ PREFILL = Case(batch=1, seqlen_q=600, lengths=600, capacity=608, page_size=16, d
                heads=8, kv_heads=2, causal=True, dtype=BF16)  # fmt: skip
 DENSE = replace(PREFILL, heads=16, kv_heads=16, page_size=None)
 TABLE = torch.zeros(16, 1200)
+ON_DEVICE = {"common_prefix_len": torch.zeros((), dtype=torch.int32)}
 MAIN = {
     "decode": STEP,
     "decode, norms": replace(STEP, norm="both", norm_dtype=BF16),
     "decode, pages of 64": replace(STEP, page_size=64),
     "decode, D 64, window, sinks": replace(STEP, dim=64, rotary=64, window=(127, 0), sinks=BF16),
     "common prefix": replace(STEP, batch=32, common=4096),
+    "common prefix, ragged": replace(
+        STEP,
+        batch=32,
+        common=4096,
+        seqlen_q=(1,) * 32,
+        new=None,
+        rotary=0,
+        options={"max_seqlen_q": 1},
+    ),
+    "common prefix, length on the device": replace(STEP, batch=32, options=ON_DEVICE),
     "decode, fp8": replace(STEP, cache_dtype=E4M3, descale="heads", page_size=64),
     "decode, e5m2, pages of 16": replace(STEP, cache_dtype=E5M2, descale="heads"),
     "prefill": PREFILL,

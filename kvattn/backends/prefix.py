@@ -40,14 +40,13 @@ def refuses(facts: Facts) -> str | None:
 
 def _rows_refuse(facts: Facts) -> str | None:
     q, heads = facts.tensor("q").shape, facts.tensor("k_cache").shape[2]
-    tokens: int | None = q[1]
+    tokens = q[1]
     if facts.has("cu_seqlens_q"):
-        tokens = facts.option("max_seqlen_q")
-        if tokens is None:
+        if facts.option("max_seqlen_q") is None:
             return "calls with ragged queries without max_seqlen_q read it so"
         if facts.batch > BATCH:
             return f"calls with more than {BATCH} ragged sequences read it so"
-        tokens = min(tokens, q[0])
+        tokens = min(facts.option("max_seqlen_q"), q[0])
     rows = tokens * q[-2] // heads
     if rows > ROWS:
         return f"{rows} query rows for each kv head are more than {ROWS}"

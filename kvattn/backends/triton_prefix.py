@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 
@@ -13,10 +14,13 @@ from kvattn.backends import triton_launch as launch
 from kvattn.backends.prefix import BLOCK
 from kvattn.backends.triton_decode import Common
 from kvattn.backends.triton_replay import target
+from kvattn.kernels.prefix import common_pages as _common_pages
 from kvattn.kernels.prefix import prefix as _prefix
 from kvattn.request import Request
 
 _FEW = 12  # tiles of a share up to which one program a processor is enough
+
+_LINES, _COLUMNS = 32, 64  # of a page table, that a program compares at once
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,16 @@ class Tiles:
     warps: int
     stages: int
     shares: int
+
+
+def common(table: Tensor, lengths: Tensor, rows: Tensor | None, size: int) -> Tensor:
+    """The number of leading tokens in pages that all sequences share, () int32."""
+    lines, columns = table.shape
+    out = torch.full((), columns * size, dtype=torch.int32, device=table.device)
+    arguments = (table, lengths, rows, out, table.stride(0), len(lengths), lines, columns, size)
+    grid = (max(1, triton.cdiv(columns, _COLUMNS)),)
+    target().launch(_common_pages, grid, arguments, {"BB": _LINES, "BC": _COLUMNS}, num_warps=4)
+    return out
 
 
 def tiling(r: Request) -> Tiles:
@@ -65,9 +79,10 @@ def attend(r: Request, t: Tiles | None = None) -> Common:
     stats = target().scratch("common stats", spots * 2, device)
     table_stride, lines, blocks, _ = launch.table(r)
     scaled = any(x is not None for x in (r.q_descale, r.k_descale))
-    right, keys, length = r.window[1], r.common_prefix_len, None
-    if isinstance(keys, Tensor):
-        keys, length = prefix.least(r.facts), keys
+    right, keys = r.window[1], r.common_most
+    length: Tensor | None = None
+    if isinstance(r.common_prefix_len, Tensor):
+        keys, length = prefix.least(r.facts), r.common_prefix_len
     arguments = (
         launch.raw(q), launch.raw(k_cache), launch.raw(pool), part, stats,
         r.cache_seqlens, r.cu_seqlens_q, r.cu_seqlens_k_new, r.seqused_q, r.cache_batch_idx,

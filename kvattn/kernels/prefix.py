@@ -53,12 +53,12 @@ def _tokens(r, Q_EDGES, USED, batch, queries, GROUP: tl.constexpr):
     """(sequence, token of it, query tokens of it, row among the sequence's or all ragged queries,
     whether there is such a row) of packed rows."""
     if Q_EDGES is None:
-        at = r // GROUP % queries
-        b = r // GROUP // queries
-        live = b < batch
-        b = tl.minimum(b, batch - 1)
-        token = at
-        q_len = b * 0 + queries
+        each = queries * GROUP
+        live = r < batch * each
+        b = tl.minimum(r // each, batch - 1)
+        token = r % each // GROUP
+        at = token
+        q_len = queries
     else:
         at = r // GROUP
         guess = tl.minimum(at.to(tl.int64) * batch // queries, batch - 1)
@@ -66,10 +66,55 @@ def _tokens(r, Q_EDGES, USED, batch, queries, GROUP: tl.constexpr):
         first = tl.maximum(tl.load(Q_EDGES + b), 0)
         token = at - first
         q_len = tl.minimum(tl.load(Q_EDGES + b + 1), queries) - first
-        live = token >= 0
+        live = (token >= 0) & (token < q_len)
     if USED is not None:
         q_len = tl.minimum(q_len, tl.load(USED + b))
-    return b.to(tl.int64), token, q_len, at, live & (token < q_len)
+        live = live & (token < q_len)
+    return b.to(tl.int64), token, q_len, at, live
+
+
+@triton.jit
+def _used(b, LENGTHS, ROWS, batch, rows, columns, size):
+    """(line of the page table, pages in use) of sequences; none of those that take no part."""
+    there = b < batch
+    length = tl.load(LENGTHS + b, mask=there, other=0)
+    line = b.to(tl.int64)
+    if ROWS is not None:
+        line = tl.load(ROWS + b, mask=there, other=-1).to(tl.int64)
+    used = tl.minimum((length - 1) // size + 1, columns)
+    return line, tl.where((length > 0) & (line >= 0) & (line < rows), used, 0)
+
+
+@triton.jit(do_not_specialize=["table_stride", "batch", "rows", "columns", "size"])
+def common_pages(
+    PAGES, LENGTHS, ROWS, OUT, table_stride, batch, rows, columns, size,
+    BB: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Lowers OUT to the tokens before the first of BC pages that not all sequences share.
+
+    Grid: columns of the page table by BC. Pages beyond the shortest sequence are nobody's.
+    """
+    shortest = columns
+    count = 0
+    model = rows.to(tl.int64)  # whose pages are compared with
+    for first in range(0, batch, BB):
+        line, used = _used(first + tl.arange(0, BB), LENGTHS, ROWS, batch, rows, columns, size)
+        shortest = tl.minimum(shortest, tl.min(tl.where(used > 0, used, columns), 0))
+        model = tl.minimum(model, tl.min(tl.where(used > 0, line, rows), 0))
+        count += tl.sum((used > 0).to(tl.int32), 0)
+    shared = 0
+    if count > 1:
+        shared = shortest
+        c = tl.program_id(0) * BC + tl.arange(0, BC)
+        inside = c < shortest
+        own = tl.load(PAGES + model * table_stride + c, mask=inside, other=0)
+        for first in range(0, batch, BB):
+            line, used = _used(first + tl.arange(0, BB), LENGTHS, ROWS, batch, rows, columns, size)
+            asked = (used > 0)[:, None] & inside[None, :]
+            at = PAGES + line[:, None] * table_stride + c[None, :]
+            other = asked & (tl.load(at, mask=asked, other=0) != own[None, :])
+            shared = tl.minimum(shared, tl.min(tl.min(tl.where(other, c[None, :], shortest), 1), 0))
+    tl.atomic_min(OUT, shared * size)
 
 
 _PLAIN_NUMBERS = (
@@ -101,8 +146,6 @@ def prefix(
         tl.extra.cuda.gdc_launch_dependents()
     if COMMON_LENGTH is not None:
         common, some = tile.common_on_device(COMMON_LENGTH, common, splits)
-        if some == 0:
-            return
     # --- which rows
     total = queries * GROUP
     if Q_EDGES is None:
@@ -165,6 +208,9 @@ def prefix(
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DVP], tl.float32)
+    if COMMON_LENGTH is not None:  # noqa: SIM102  here, as registers are short further up
+        if some == 0:
+            return
     # --- tiles that all rows see, then tiles that some of the rows see: whole, as all of these are
     for phase in tl.static_range(2):
         if phase == 0:
