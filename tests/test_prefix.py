@@ -288,3 +288,40 @@ def test_a_captured_call_follows_lengths_and_pages(backend: str) -> None:
         graph.replay()
         torch.testing.assert_close(out, wanted[0], rtol=2e-2, atol=2e-2)
         torch.testing.assert_close(lse, wanted[1], rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("case", [PLAIN, ONE_EACH], ids=["padded", "ragged"])
+def test_a_captured_call_finds_the_prefix_itself(case: Case, backend: str) -> None:
+    """As long as it is in every replay, 0 included."""
+    if backend not in ("triton", "hopper"):
+        pytest.skip("no kernels of its own")
+    inputs = make_inputs(replace(case, lengths=464), device=DEVICE)
+    table, lengths = inputs["page_table"], inputs["cache_seqlens"]
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        inputs["common_prefix_len"] = kvattn.common_prefix(table, lengths, 16)
+        return attend(case, inputs, backend)
+
+    try:
+        for _ in range(3):
+            call()
+    except E.BackendRefusesError as error:
+        assert_refusal(error)
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = call()
+    pages = torch.randperm(len(inputs["k_cache"]), device=DEVICE).int()
+    for name in ("q", "k_cache", "v_cache"):
+        inputs[name].copy_(torch.randn(inputs[name].shape, device=DEVICE))
+    for columns, numbers in ((16, (300, 257, 450)), (0, (464, 100, 31)), (8, (130, 128, 200))):
+        lengths.copy_(torch.tensor(numbers))
+        table[:, :29] = torch.stack([pages[b : b + 29] for b in range(3)])
+        table[:, :columns] = pages[:columns]
+        wanted = attend(case, {**inputs, "common_prefix_len": 0}, "reference")
+        graph.replay()
+        assert inputs["common_prefix_len"].item() == 16 * columns
+        torch.testing.assert_close(out, wanted[0], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse, wanted[1], rtol=2e-3, atol=2e-3)

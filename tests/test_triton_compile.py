@@ -22,7 +22,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from kvattn.backends import triton as backend  # noqa: E402
-from kvattn.backends import triton_decode, triton_launch, triton_replay  # noqa: E402
+from kvattn.backends import triton_decode, triton_launch, triton_prefix, triton_replay  # noqa: E402
 
 
 class Target(NamedTuple):
@@ -177,6 +177,22 @@ def test_decode_starts_early_where_the_gpu_can(
         assert not re.search(r"\b(ld|st|atom|cp)\.", ptx.split("griddepcontrol.wait")[0])
     (alone,) = compiled(replace(STEP, batch=1), target, monkeypatch)
     assert not alone.metadata.launch_pdl
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_shared_pages_are_found_without_spills(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton.runtime.driver, "_active", Machine(target.capability))
+    compiling = Compiling()
+    monkeypatch.setattr(triton_prefix, "target", lambda: compiling)
+    lengths = torch.ones(8, dtype=torch.int32)
+    triton_prefix.common(lengths.expand(300, 8).T.contiguous(), lengths, lengths, 16)
+    (kernel,) = compiling.compiled
+    assert re.search(r"(atom|red)\.\S*min", kernel.asm["ptx"])
+    assert set(re.findall(r"(\d+) bytes spill", ptxas(kernel, target.capability, tmp_path))) == {
+        "0"
+    }
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
