@@ -231,14 +231,22 @@ def test_a_repeated_call_follows_the_length(case: Case, backend: str) -> None:
 def test_below_what_pays_the_device_shares_nothing(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel for the prefix leaves poison there, which the one behind may not look at."""
+    """The kernel for the prefix leaves poison where it is, which the one behind may not look at."""
     monkeypatch.setattr(forms, "_forms", {})
     monkeypatch.setattr(prefix, "LEAST", 190 << 10)
     monkeypatch.setattr(prefix, "EACH", 0)
     case = on_device(replace(PLAIN, lengths=(430, 400, 420), common=380))
     facts = Request.of(**make_inputs(case, device=DEVICE)).facts
     assert 380 < prefix.least(facts) < 464 and prefix.shared(facts)
+    if backend != "triton":
+        checked(case, backend)
+        return
+    from kvattn.backends import triton_replay
+
+    monkeypatch.setattr(triton_replay, "WORKSPACES", triton_replay.Workspaces())
     checked(case, backend)
+    left = [x for (name, *_), x in triton_replay.WORKSPACES._scratch.items() if "common" in name]
+    assert len(left) == 2 and all(x.isnan().all() for x in left)
 
 
 @pytest.mark.usefixtures("always")
