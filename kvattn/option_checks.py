@@ -143,20 +143,20 @@ def _margin(raw: Any) -> None:
 def _common_prefix(raw: Any, count: int) -> None:
     """A prefix within the capacity, of sequences that may name the same memory."""
     name, keys, paged = "common_prefix_len", raw.common_prefix_len, raw.page_table is not None
+    shown = "a tensor" if isinstance(keys, Tensor) else keys
+    if raw.cu_seqlens_k is not None:
+        raise E.CommonPrefixMemoryError(name, f"{shown} with cu_seqlens_k", "pages that are shared")
+    capacity = raw.v_cache.shape[1] * (raw.page_table.shape[1] if paged else 1)
     if isinstance(keys, Tensor):
         if keys.dtype != torch.int32 or keys.shape not in ((), (1,)):
             raise E.CommonPrefixError(name, _seen(keys), "an int, or int32 of shape () or (1,)")
-        keys = "a tensor"
-    if raw.cu_seqlens_k is not None:
-        raise E.CommonPrefixMemoryError(name, f"{keys} with cu_seqlens_k", "pages that are shared")
-    capacity = raw.v_cache.shape[1] * (raw.page_table.shape[1] if paged else 1)
-    if keys != "a tensor" and keys > capacity:
+    elif keys > capacity:
         raise E.CommonPrefixError(name, keys, f"0 to {capacity}, the capacity")
     if raw.cache_leftpad is not None:
-        raise E.CommonPrefixError(name, f"{keys} with cache_leftpad", "one of them")
+        raise E.CommonPrefixError(name, f"{shown} with cache_leftpad", "one of them")
     rows = raw.cache_batch_idx is None and count > 1 and raw.v_cache.stride(0) != 0
     if rows and not paged:
-        got = f"{keys} with a row of the dense cache for each of {count} sequences"
+        got = f"{shown} with a row of the dense cache for each of {count} sequences"
         raise E.CommonPrefixMemoryError(name, got, "rows that share memory")
 
 
