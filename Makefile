@@ -29,7 +29,7 @@ test: $(READY) ## all tests, on the CPU (ARGS="-k name" picks some)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 $(ARGS)
 	TRITON_INTERPRET=1 KVATTN_TEST_BACKENDS=triton OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 \
 		$(CONTRACT) tests/test_batch_invariant.py tests/test_decode_shares.py tests/test_decode_scores.py \
-		tests/test_prefill.py $(ARGS)
+		tests/test_prefill.py tests/test_prefix.py tests/test_sharing.py $(ARGS)
 
 lint: $(READY) ## style and formatting
 	$(PYTHON) -m ruff check .
@@ -50,7 +50,7 @@ gpu-test: ## the contract suite on this machine's GPU, from the source tree, wit
 	KVATTN_TEST_DEVICE=cuda KVATTN_TEST_BACKENDS=$(BACKENDS) PYTHONPATH=. \
 		$(SYSTEM_PYTHON) -m pytest -p no:cacheprovider -n $(GPU_WORKERS) \
 		$(CONTRACT) tests/test_mods*.py tests/test_batch_invariant.py tests/test_decode_shares.py \
-		tests/test_decode_scores.py tests/test_prefix.py tests/test_prefill.py \
+		tests/test_decode_scores.py tests/test_prefix.py tests/test_sharing.py tests/test_prefill.py \
 		tests/test_gpu.py tests/test_hopper.py tests/test_hopper_decode.py $(ARGS)
 
 gpu-sanitize: ## reads and writes outside tensors, and races, on this machine's GPU; some minutes

@@ -8,6 +8,7 @@ from kvattn.cache import PagedKVCache
 from kvattn.explanation import Explanation, explain
 from kvattn.metadata import SchedulerMetadata, get_scheduler_metadata
 from kvattn.option_checks import BlockSparse
+from kvattn.sharing import common_prefix
 from kvattn.steps import append_kv, apply_rotary, merge_states
 from kvattn.values import checked
 
@@ -21,6 +22,7 @@ __all__ = [
     "append_kv",
     "apply_rotary",
     "checked",
+    "common_prefix",
     "errors",
     "explain",
     "flash_attn_func",

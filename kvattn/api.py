@@ -55,7 +55,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     *,
     max_seqlen_k: int | None = None,
-    common_prefix_len: int = 0,
+    common_prefix_len: int | Tensor = 0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     score_mod: Mod = None,
@@ -111,7 +111,9 @@ def flash_attn_with_kvcache(
         max_seqlen_q, max_seqlen_k: upper bounds, hints.
         common_prefix_len: a promise: the first so many keys of all sequences, as far as a
             sequence is that long, lie in the same memory (the same pages, or one cache row). They
-            are then read once for all, where that is faster; results are the same.
+            are then read once for all, where that is faster; results are the same. An int, or an
+            int32 tensor of shape () or (1,), which `kvattn.common_prefix` finds: it may change
+            from one replay of a CUDA graph to the next.
         rotary_seqlens: (B,) int32: base position for rotary in place of `cache_seqlens`.
         q_descale, k_descale, v_descale: float or fp32 broadcastable to (B, Hk): factors of q, k
             and v. k and v also take the cache's shape without its last dimension: one scale per
@@ -251,6 +253,7 @@ def flash_attn_varlen_func(
     *,
     page_table: Tensor | None = None,
     min_seqlen_k: int | None = None,
+    common_prefix_len: int | Tensor = 0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     score_mod: Mod = None,
@@ -287,6 +290,7 @@ def flash_attn_varlen_func(
         seqused_q: (B,) int32: only the first rows of a sequence are queries; later rows of the
             output are not written (0 where kvattn allocates it).
         seqused_k: (B,) int32: only the first keys of a sequence are used.
+        common_prefix_len: as in `flash_attn_with_kvcache`; not with `cu_seqlens_k`.
         gather_kv_indices: (total_q | B, Sq, K) int32: the keys each query may see; -1 is none.
         dropout_p: must be 0.
         return_attn_probs, return_lse, return_softmax_lse: any of them adds the lse.
@@ -330,6 +334,7 @@ def flash_attn_varlen_func(
         deterministic=deterministic,
         sm_margin=sm_margin,
         min_seqlen_k=min_seqlen_k,
+        common_prefix_len=common_prefix_len,
         return_lse=return_attn_probs or return_lse or return_softmax_lse,
         sinks=_one(sinks=sinks, s_aux=s_aux, learnable_sink=learnable_sink),
         alibi_slopes=alibi_slopes,

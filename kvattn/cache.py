@@ -148,6 +148,7 @@ class PagedKVCache(PageTables):
         """Leading tokens in pages that all of ``seqs`` share: what ``common_prefix_len`` may be.
 
         Whole pages; of a page that ends a sequence, the slots behind it count too.
+        `kvattn.common_prefix` finds it on the device.
         """
         columns = zip(*(self.pages(seq) for seq in seqs), strict=False)
         return len(list(takewhile(lambda pages: len(set(pages)) == 1, columns))) * self.page_size

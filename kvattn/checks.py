@@ -75,7 +75,8 @@ _TENSOR_NAMES = (
     *("cache_batch_idx", "cache_leftpad", "page_table", "cu_seqlens_q", "cu_seqlens_k"),
     *("cu_seqlens_k_new", "seqused_q", "seqused_k", "rotary_seqlens", "slot_mapping"),
     *("q_descale", "k_descale", "v_descale", "sfq", "sfk", "sfv", "alibi_slopes", "sinks"),
-    *("rel_bias", "gather_kv_indices", "q_norm_weight", "k_norm_weight", "out"),
+    *("rel_bias", "gather_kv_indices", "q_norm_weight", "k_norm_weight", "common_prefix_len"),
+    "out",
 )
 
 
@@ -88,22 +89,28 @@ def _tensors(raw: Any) -> None:
         if tensor is None:
             continue
         if not isinstance(tensor, Tensor):
-            if name == "cache_seqlens":
-                continue  # a scalar, expanded in _lengths
+            if name in ("cache_seqlens", "common_prefix_len"):
+                continue  # a scalar, the former expanded in _lengths
             raise E.NotATensorError(name, type(tensor).__name__, "a torch.Tensor or None")
         if device is None:
             device, first = tensor.device, name
-        elif tensor.device != device:
-            kind = (
-                E.DeviceMismatchError
-                if tensor.device.type != device.type
-                else E.DeviceIndexMismatchError
-            )
-            raise kind(name, str(tensor.device), f"{device}, where {first} is")
+        else:
+            same_device(name, tensor, first, device)
         if grad and tensor.requires_grad:
             if name == "out":
                 raise E.OutTensorError("out", "requires_grad=True", "a tensor that needs no grad")
             raise E.RequiresGradError(name, "requires_grad=True under grad mode", "no gradient")
+
+
+def same_device(name: str, tensor: Tensor, first: str, device: torch.device) -> None:
+    """Raises unless a tensor is on the device where the one named first is."""
+    if tensor.device != device:
+        kind = (
+            E.DeviceMismatchError
+            if tensor.device.type != device.type
+            else E.DeviceIndexMismatchError
+        )
+        raise kind(name, str(tensor.device), f"{device}, where {first} is")
 
 
 def _query(raw: Any) -> None:
@@ -216,15 +223,18 @@ def _lengths(raw: Any, count: int) -> None:
         vector(used, "seqused_k", count, E.SeqUsedError)
         raw.cache_seqlens = used
     _expand_lengths(raw, count)
-    lengths = raw.cache_seqlens
-    if lengths is not None and used is None:
-        if lengths.dtype != INT32:
-            raise E.LengthsDtypeError("cache_seqlens", str(lengths.dtype), "torch.int32")
-        if lengths.shape != (count,):
-            raise E.LengthsShapeError("cache_seqlens", shape(lengths), f"({count},)")
+    if raw.cache_seqlens is not None and used is None:
+        lengths(raw.cache_seqlens, count)
     vector(raw.seqused_q, "seqused_q", count, E.SeqUsedError)
     vector(raw.cache_leftpad, "cache_leftpad", count, E.LeftpadTensorError)
     vector(raw.cache_batch_idx, "cache_batch_idx", count, E.BatchIndexTensorError)
+
+
+def lengths(tensor: Tensor, count: int) -> None:
+    if tensor.dtype != INT32:
+        raise E.LengthsDtypeError("cache_seqlens", str(tensor.dtype), "torch.int32")
+    if tensor.shape != (count,):
+        raise E.LengthsShapeError("cache_seqlens", shape(tensor), f"({count},)")
 
 
 def _expand_lengths(raw: Any, count: int) -> None:
@@ -251,16 +261,20 @@ def vector(tensor: Tensor | None, name: str, count: int, kind: type[E.KvattnErro
         raise kind(name, f"{tensor.dtype}, {shape(tensor)}", f"int32 of shape ({count},)")
 
 
+def page_table(table: Tensor, rows: Tensor | None, count: int) -> None:
+    """A row for every sequence, where `rows` do not pick them."""
+    unit = table.dim() != 2 or table.shape[1] <= 1 or table.stride(1) == 1 or not table.numel()
+    if table.dtype != INT32 or table.dim() != 2 or not unit:
+        got = f"{table.dtype}, {shape(table)}, strides {table.stride()}"
+        raise E.PageTableTensorError("page_table", got, "int32 (batch, max_pages), unit stride")
+    if rows is None and table.shape[0] != count:
+        raise E.PageTableRowsError("page_table", f"{table.shape[0]} rows", f"{count}")
+
+
 def _rows(raw: Any, count: int) -> None:
     """Every sequence has a row of the cache or of the page table."""
-    table = raw.page_table
-    if table is not None:
-        unit = table.dim() != 2 or table.shape[1] <= 1 or table.stride(1) == 1 or not table.numel()
-        if table.dtype != INT32 or table.dim() != 2 or not unit:
-            got = f"{table.dtype}, {shape(table)}, strides {table.stride()}"
-            raise E.PageTableTensorError("page_table", got, "int32 (batch, max_pages), unit stride")
-        if raw.cache_batch_idx is None and table.shape[0] != count:
-            raise E.PageTableRowsError("page_table", f"{table.shape[0]} rows", f"{count}")
+    if raw.page_table is not None:
+        page_table(raw.page_table, raw.cache_batch_idx, count)
         if raw.v_cache.shape[1] == 0:
             raise E.CacheRankError("v_cache", "a page size of 0", "at least one slot a page")
     elif raw.cu_seqlens_k is not None:
@@ -376,7 +390,7 @@ def own_memory(raw: Any) -> None:
     """out shares no memory with any other tensor of the call."""
     for name in _TENSOR_NAMES:
         other = getattr(raw, name, None)
-        if name != "out" and other is not None and overlap(raw.out, other):
+        if name != "out" and isinstance(other, Tensor) and overlap(raw.out, other):
             raise E.OutTensorError("out", f"memory shared with {name}", "memory of its own")
 
 

@@ -119,6 +119,7 @@ _MAX_NUMBERS = 4096
 _INDEX = (
     *("cache_seqlens", "cache_batch_idx", "cache_leftpad", "page_table", "cu_seqlens_q"),
     *("cu_seqlens_k", "cu_seqlens_k_new", "seqused_q", "rotary_seqlens", "slot_mapping"),
+    "common_prefix_len",
 )
 _MODS = ("score_mod", "mask_mod", "aux_tensors")
 _PLAIN = frozenset((bool, int, float, str))

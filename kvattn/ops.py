@@ -24,7 +24,7 @@ _TENSORS = (
     *("cache_batch_idx", "cache_leftpad", "page_table", "cu_seqlens_q", "cu_seqlens_k"),
     *("cu_seqlens_k_new", "seqused_q", "seqused_k", "rotary_seqlens", "slot_mapping"),
     *("q_descale", "k_descale", "v_descale", "sfq", "sfk", "sfv", "alibi_slopes", "sinks"),
-    *("rel_bias", "gather_kv_indices", "q_norm_weight", "k_norm_weight"),
+    *("rel_bias", "gather_kv_indices", "q_norm_weight", "k_norm_weight", "common_prefix"),
 )
 _WRITTEN = ("k_cache", "v_cache", "k_descale", "v_descale", "sfk", "sfv")  # by an append
 _SCALARS = (
@@ -147,6 +147,8 @@ def _flat(arguments: dict[str, Any]) -> tuple[Any, ...]:
     if isinstance(lengths, int):
         shape = (_batch(given),)
         given["cache_seqlens"] = given["v_cache"].new_full(shape, lengths, dtype=torch.int32)
+    if isinstance(given.get("common_prefix_len"), Tensor):  # an op's argument has one type
+        given["common_prefix"] = given.pop("common_prefix_len")
     for name in ("q_descale", "k_descale", "v_descale"):
         if isinstance(given.get(name), (int, float)):
             given[name] = given["v_cache"].new_full((), given[name], dtype=torch.float32)
@@ -172,6 +174,9 @@ def _request(args: tuple[Any, ...], **more: Any) -> Request:
     """The request behind an op's positional arguments; their checks run here."""
     given = dict(zip((*_TENSORS, *_SCALAR_NAMES), args, strict=True))
     window = (given.pop("left"), given.pop("right"))
+    prefix = given.pop("common_prefix")
+    if prefix is not None:
+        given["common_prefix_len"] = prefix
     return forms.request({**given, "window_size": window, **more})
 
 

@@ -50,9 +50,9 @@ def normalise(raw: Any) -> None:
     raw.attention_chunk = min(chunk, _FAR)
     raw.num_splits = _integer(raw.num_splits, "num_splits", E.NumSplitsError)
     raw.sm_margin = _integer(raw.sm_margin, "sm_margin", E.SmMarginError)
-    raw.common_prefix_len = _integer(
-        raw.common_prefix_len, "common_prefix_len", E.CommonPrefixError
-    )
+    if not isinstance(raw.common_prefix_len, Tensor):
+        number = _integer(raw.common_prefix_len, "common_prefix_len", E.CommonPrefixError)
+        raw.common_prefix_len = number
     raw.softcap = _number(0.0 if raw.softcap is None else raw.softcap, "softcap", E.SoftcapError)
     if raw.softcap < 0:
         raise E.SoftcapError("softcap", raw.softcap, "0 (off) or a positive number")
@@ -123,7 +123,7 @@ def check(raw: Any, count: int) -> None:
         _mx(raw)
     if not raw.attend:
         return
-    if raw.common_prefix_len > 0:
+    if isinstance(raw.common_prefix_len, Tensor) or raw.common_prefix_len > 0:
         _common_prefix(raw, count)
     _softmax_scale(raw)
     _biases(raw, count)
@@ -142,16 +142,22 @@ def _margin(raw: Any) -> None:
 
 def _common_prefix(raw: Any, count: int) -> None:
     """A prefix within the capacity, of sequences that may name the same memory."""
-    paged, keys = raw.page_table is not None, raw.common_prefix_len
+    name, keys, paged = "common_prefix_len", raw.common_prefix_len, raw.page_table is not None
+    shown = "a tensor" if isinstance(keys, Tensor) else keys
+    if raw.cu_seqlens_k is not None:
+        raise E.CommonPrefixMemoryError(name, f"{shown} with cu_seqlens_k", "pages that are shared")
     capacity = raw.v_cache.shape[1] * (raw.page_table.shape[1] if paged else 1)
-    if keys > capacity:
-        raise E.CommonPrefixError("common_prefix_len", keys, f"0 to {capacity}, the capacity")
+    if isinstance(keys, Tensor):
+        if keys.dtype != torch.int32 or keys.shape not in ((), (1,)):
+            raise E.CommonPrefixError(name, _seen(keys), "an int, or int32 of shape () or (1,)")
+    elif keys > capacity:
+        raise E.CommonPrefixError(name, keys, f"0 to {capacity}, the capacity")
     if raw.cache_leftpad is not None:
-        raise E.CommonPrefixError("common_prefix_len", f"{keys} with cache_leftpad", "one of them")
+        raise E.CommonPrefixError(name, f"{shown} with cache_leftpad", "one of them")
     rows = raw.cache_batch_idx is None and count > 1 and raw.v_cache.stride(0) != 0
     if rows and not paged:
-        got = f"{keys} with a row of the dense cache for each of {count} sequences"
-        raise E.CommonPrefixMemoryError("common_prefix_len", got, "rows that share memory")
+        got = f"{shown} with a row of the dense cache for each of {count} sequences"
+        raise E.CommonPrefixMemoryError(name, got, "rows that share memory")
 
 
 def _rotary(raw: Any, count: int) -> None:

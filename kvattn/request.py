@@ -91,7 +91,7 @@ class Request:
     attention_chunk: int = 0
     softcap: float = 0.0
     rotary_interleaved: bool = True
-    common_prefix_len: int = 0
+    common_prefix_len: int | Tensor = 0  # a tensor: () | (1,) int32
     norm_eps: float = EPS
     only_qv: bool = False
     return_lse: bool = False
@@ -178,6 +178,13 @@ class Request:
         if self.page_table is not None:
             return self.page_table.shape[1] * self.page_size
         return self.pool.shape[1 if self.cu_seqlens_k is None else 0]
+
+    @cached_property
+    def common_most(self) -> int:
+        """Keys that all sequences have in common, at most where the device alone knows."""
+        if not isinstance(self.common_prefix_len, Tensor):
+            return self.common_prefix_len
+        return min(self.capacity, self.max_seqlen_k or self.capacity)
 
     @cached_property
     def out_dtype(self) -> torch.dtype:
@@ -317,7 +324,7 @@ class TensorFacts(NamedTuple):
 _FACT_TENSORS = tuple(
     name
     for name in NAMES
-    if _DEFAULTS[name] is None
+    if (_DEFAULTS[name] is None or name == "common_prefix_len")
     and name
     not in (
         *("score_mod", "mask_mod", "aux_tensors", "block_sparse", "softmax_scale"),
@@ -327,7 +334,7 @@ _FACT_TENSORS = tuple(
 _FACT_SCALARS = (
     *("causal", "window", "attention_chunk", "softcap", "rotary_interleaved", "norm_eps"),
     *("only_qv", "return_lse", "max_seqlen_q", "max_seqlen_k", "num_splits", "pack_gqa"),
-    *("sm_margin", "batch_invariant", "backend", "attend", "common_prefix_len"),
+    *("sm_margin", "batch_invariant", "backend", "attend"),
 )
 
 
@@ -335,7 +342,8 @@ _FACT_SCALARS = (
 class Facts:
     """A request without its data: shapes, dtypes, strides, flags, device. Hashable and printable.
 
-    ``tensors`` holds the tensors that were given, by name; ``options`` the scalar arguments.
+    ``tensors`` holds the tensors that were given, by name; ``options`` the scalar arguments, of a
+    common prefix in a tensor the most that it may be.
     """
 
     device: str
@@ -351,15 +359,16 @@ class Facts:
         given = []
         for name in _FACT_TENSORS:
             tensor = getattr(r, name)
-            if tensor is not None:
+            if isinstance(tensor, Tensor):
                 given.append(
                     (name, TensorFacts(tuple(tensor.shape), tensor.dtype, tensor.stride()))
                 )
+        options = [(name, getattr(r, name)) for name in _FACT_SCALARS]
         return cls(
             device=r.pool.device.type,
             batch=r.batch,
             tensors=tuple(given),
-            options=tuple((name, getattr(r, name)) for name in _FACT_SCALARS),
+            options=(*options, ("common_prefix_len", r.common_most)),
             score_mod=r.score_mod is not None,
             mask_mod=r.mask_mod is not None,
             block_sparse=r.block_sparse is not None,

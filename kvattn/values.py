@@ -71,8 +71,8 @@ def check(r: Request) -> None:
         _rows(r)
         if r.page_table is not None:
             _pages(r)
-        if r.common_prefix_len > 0:
-            _common_prefix(r)
+        if isinstance(r.common_prefix_len, Tensor) or r.common_prefix_len > 0:
+            _common_prefix(r, int(r.common_prefix_len))
     if r.slot_mapping is not None:
         _slots(r, r.slot_mapping)
     if r.rotary_cos is not None:
@@ -176,17 +176,20 @@ def _pages(r: Request) -> None:
             raise E.PageOutOfRangeError(f"page_table[{span.row}]", bad, f"0 to {count - 1}")
 
 
-def _common_prefix(r: Request) -> None:
+def _common_prefix(r: Request, common: int) -> None:
     """As far as they are that long, all sequences begin in the same memory as the longest."""
+    if not 0 <= common <= r.capacity:
+        allowed = f"0 to {r.capacity}, the capacity"
+        raise E.CommonPrefixError("common_prefix_len", common, allowed)
     places = r.pages if r.page_table is not None else [[span.row] for span in r.spans]
-    keys = [min(r.common_prefix_len, span.end) if span.active else 0 for span in r.spans]
+    keys = [min(common, span.end) if span.active else 0 for span in r.spans]
     if r.page_table is None and r.pool.stride(0) == 0:
         return
     size, model = r.page_size, max(range(r.batch), key=keys.__getitem__, default=0)
     for b, (own, count) in enumerate(zip(places, keys, strict=True)):
         used = -(-count // size)
         if own[:used] != places[model][:used]:
-            got = f"{r.common_prefix_len}, but sequences {model} and {b} begin elsewhere"
+            got = f"{common}, but sequences {model} and {b} begin elsewhere"
             raise E.CommonPrefixMemoryError("common_prefix_len", got, "a prefix of all sequences")
 
 

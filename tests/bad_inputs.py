@@ -278,6 +278,20 @@ LENGTHS = [
         given(common_prefix_len=4)),
     Bad(0, E.CommonPrefixMemoryError, "common_prefix_len", "sequences 0 and 1", ROWS,
         given(common_prefix_len=4)),
+    *(Bad(0, E.CommonPrefixError, "common_prefix_len", shows, PAGED, given(common_prefix_len=value))
+      for shows, value in (("torch.int64", torch.tensor(0)), ("torch.float32", torch.zeros(1)),
+                           ("(2,)", ints(0, 0)), ("(1, 1)", ints(0)[None]), ("-1", ints(-1)),
+                           ("13", ints(13)))),
+    Bad(0, E.DeviceMismatchError, "common_prefix_len", "meta", PAGED,
+        given(common_prefix_len=torch.zeros(1, dtype=I32, device="meta"))),
+    Bad(0, E.CommonPrefixError, "common_prefix_len", "with cache_leftpad", PADDED,
+        given(common_prefix_len=ints(0))),
+    Bad(0, E.CommonPrefixMemoryError, "common_prefix_len", "a row of the dense cache", DENSE,
+        given(common_prefix_len=ints(0))),
+    Bad(0, E.CommonPrefixMemoryError, "common_prefix_len", "sequences 0 and 1", PAGED,
+        given(common_prefix_len=ints(4))),
+    *(Bad(0, E.CommonPrefixMemoryError, "common_prefix_len", "with cu_seqlens_k", VARLEN,
+          given(common_prefix_len=value), kvattn.flash_attn_varlen_func) for value in (3, ints(3))),
 ]  # fmt: skip
 
 OPTIONS = [

@@ -28,7 +28,7 @@ SUITES = {
     ),
     "triton": (
         *("test_contract*.py", "test_mods*.py", "test_batch_invariant.py", "test_decode*.py"),
-        *("test_prefill.py", "test_prefix.py", "test_gpu.py"),
+        *("test_prefill.py", "test_prefix.py", "test_sharing.py", "test_gpu.py"),
     ),
 }
 TOOLS = ("memcheck", "racecheck")

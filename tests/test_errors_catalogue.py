@@ -161,10 +161,10 @@ def test_indirect_places_are_found() -> None:
     different = "tensor.device != device"
     kind = "tensor.device.type {} device.type"
     assert places(BY_CLASS["DeviceMismatchError"]) == [
-        ("checks.py", "_tensors", f"{different} and {kind.format('!=')}")
+        ("checks.py", "same_device", f"{different} and {kind.format('!=')}")
     ]
     assert places(BY_CLASS["DeviceIndexMismatchError"]) == [
-        ("checks.py", "_tensors", f"{different} and {kind.format('==')}")
+        ("checks.py", "same_device", f"{different} and {kind.format('==')}")
     ]
     assert ("option_checks.py", "_block_error", "") in places(BY_CLASS["BlockSparseError"])
     assert places(BY_CLASS["LayerIndexError"]) == [

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cases import BF16, F16, F32
 from test_hopper_compile import SHARED, machine, triton
 
@@ -28,7 +29,7 @@ class Compiling(Live):
 
     def launch(self, kernel: Any, grid: Any, args: Any, constants: Any, **options: Any) -> None:
         self.compiled = kernel.warmup(*args, grid=grid, **constants, **options)
-        self.form = constants["form"]
+        self.form = constants.get("form")
 
 
 @dataclass
@@ -63,14 +64,16 @@ def find(lines: list[str], pattern: str, start: int = 0) -> int:
 
 
 def compiled(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int, Code]:
-    from kvattn.backends import hopper_decode_launch
+    from kvattn.backends import hopper_decode_launch, triton_prefix
+    from kvattn.backends.triton_decode import Common
 
     monkeypatch.setattr(triton_launch, "processors", lambda device: 132)
     r = Request.of(**make_inputs(case), return_lse=True)
     compiling = Compiling()
     token = _target.set(compiling)
     try:
-        hopper_decode_launch.decode(r, *r.outputs())
+        common = triton_prefix.attend(r) if r.common_most else Common()
+        hopper_decode_launch.decode(r, *r.outputs(), common=common)
     finally:
         _target.reset(token)
     tools = str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin")
@@ -90,6 +93,7 @@ def compiled(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple
 
 # One of each way through the kernel.
 FEW: dict[str, Any] = {"heads": 8, "kv_heads": 2, "causal": True, "dim": 128, "dtype": BF16}
+ON_DEVICE = {"common_prefix_len": torch.zeros((), dtype=torch.int32)}
 CASES = [
     Case("page16-append", batch=8, lengths=900, page_size=16, new=1, rotary=128, **FEW),
     Case("page16-norms", batch=8, lengths=900, page_size=16, new=1, rotary=128, norm="both", **FEW),
@@ -98,6 +102,11 @@ CASES = [
     Case("draft-32-rows", batch=8, lengths=900, page_size=64, seqlen_q=8, new=8, rotary=64, **FEW),
     Case("draft-64-rows", batch=8, lengths=900, page_size=16, seqlen_q=8, new=8, rotary=64,
          **{**FEW, "heads": 16}),
+    Case("page16-prefix", batch=8, lengths=900, page_size=16, new=1, rotary=128, common=512, **FEW),
+    Case("draft-16-rows-prefix-on-device", batch=8, lengths=900, page_size=64, seqlen_q=4, new=4,
+         rotary=64, options=ON_DEVICE, **FEW),
+    Case("draft-32-rows-prefix-on-device", batch=8, lengths=900, page_size=16, seqlen_q=8, new=8,
+         rotary=64, options=ON_DEVICE, **FEW),
     Case("window-sinks-d64", batch=2, lengths=900, page_size=32, window=(127, 0), sinks=F32,
          **{**FEW, "dim": 64}),
 ]  # fmt: skip

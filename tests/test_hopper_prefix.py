@@ -44,7 +44,7 @@ def launch() -> Iterator[ModuleType]:
         yield module
 
 
-def left(r: Request, shares: int) -> Common:
+def left(r: Request, shares: int, common: int) -> Common:
     """What the kernel for the prefix leaves: sums of every row over shares of its keys."""
     q, heads = r.lead, r.kv_heads
     tokens, each = q.shape[1], q.shape[1] * r.heads // heads
@@ -52,7 +52,7 @@ def left(r: Request, shares: int) -> Common:
     stats = torch.zeros(*part.shape[:-1], 2)
     stats[..., 0] = -math.inf
     for b, span in enumerate(r.spans):
-        until = min(r.common_prefix_len, span.old, span.keys - tokens + 1) if span.active else 0
+        until = min(common, span.old, span.keys - tokens + 1) if span.active else 0
         until = max(until, 0) // 128 * 128
         rows = torch.arange(until)
         where: tuple[Any, Tensor] = (1, rows)
@@ -70,7 +70,7 @@ def left(r: Request, shares: int) -> Common:
                 p = torch.exp2(s[:, piece] - top[:, None])
                 part[h, i, b] = p @ values[piece, h]
                 stats[h, i, b] = torch.stack([top, p.sum(1)], 1)
-    return Common(part, stats, r.common_prefix_len, shares)
+    return Common(part, stats, common, shares)
 
 
 @pytest.mark.parametrize("shares", [1, 3])
@@ -80,12 +80,38 @@ def test_case(case: Case, shares: int, launch: ModuleType) -> None:
     inputs: dict[str, Any] = make_inputs(case)
     wanted, r = expect(inputs), Request.of(**inputs, return_lse=True, backend="hopper")
     out, lse = r.outputs()
-    launch.decode(r, out, lse, common=left(r, shares))
+    launch.decode(r, out, lse, common=left(r, shares, case.common))
+    wanted.check(out, lse, inputs)
+
+
+@pytest.mark.parametrize(("keys", "least"), [(256, 128), (256, 256), (256, 384), (0, 128)])
+@pytest.mark.parametrize("name", ["append", "inactive", "q 4"])
+def test_only_the_device_knows_how_long_it_is(
+    name: str, keys: int, least: int, launch: ModuleType
+) -> None:
+    """Of a prefix that is shorter than what pays, nothing is left."""
+    inputs: dict[str, Any] = make_inputs(CASES[name])
+    inputs["common_prefix_len"] = torch.tensor(keys, dtype=torch.int32)
+    wanted, r = expect(inputs), Request.of(**inputs, return_lse=True, backend="hopper")
+    common = left(r, 2, keys)
+    if keys < least:
+        assert common.part is not None and common.stats is not None
+        common.part.fill_(math.nan), common.stats.fill_(math.nan)
+    out, lse = r.outputs()
+    length = inputs["common_prefix_len"]
+    launch.decode(r, out, lse, common=common._replace(keys=least, length=length))
     wanted.check(out, lse, inputs)
 
 
 def test_it_is_said_who_reads_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = replace(Request.of(**make_inputs(STEP), backend="hopper").facts, device="cuda")
     assert "every sequence reads the common prefix of 256 keys itself" in hopper.kernel(facts)
-    monkeypatch.setattr(prefix, "_slower", lambda facts: None)
+    length = make_inputs(STEP) | {"common_prefix_len": torch.tensor(256, dtype=torch.int32)}
+    unknown = replace(Request.of(**length, backend="hopper").facts, device="cuda")
+    assert "itself: sharing it saves at most 0.4 MB" in hopper.kernel(unknown)
+    monkeypatch.setattr(prefix, "LEAST", 1 << 18)
+    monkeypatch.setattr(prefix, "EACH", 0)
     assert "the common prefix of 256 keys is read once" in hopper.kernel(facts)
+    assert "read once, by a kernel before, if it has 256 keys or more" in hopper.kernel(unknown)
+    prefill = Request.of(**make_inputs(replace(STEP, dim=96)), backend="hopper").facts
+    assert "itself: a tile of the prefill kernel" in hopper.kernel(replace(prefill, device="cuda"))

@@ -131,6 +131,7 @@ ATTEND: dict[str, Callable[[], dict[str, Any]]] = {
     "dense": lambda: query() | dense(),
     "rows of a cache": lambda: query() | dense(5) | {"cache_batch_idx": ints(4, 1)},
     "paged": lambda: query(3) | paged(),
+    "a prefix on the device": lambda: query() | paged() | {"common_prefix_len": ints(0)},
     "window, soft cap, sinks": lambda: (
         query(3) | paged() | {"window_size": (4, 1), "softcap": 5.0, "sinks": torch.zeros(HEADS)}
     ),

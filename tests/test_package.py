@@ -27,6 +27,7 @@ NAMES = {
     "append_kv",
     "apply_rotary",
     "checked",
+    "common_prefix",
     "errors",
     "explain",
     "flash_attn_func",
@@ -44,7 +45,7 @@ FLOORS = (
     {"bench", "integrations", "models"},
     {"kvattn"},  # the public names
     {"cache", "distributed", "explanation", "testing"},
-    {"api", "steps"},
+    {"api", "sharing", "steps"},
     {"ops"},
     {"backends", "forms"},
     {"plan"},

@@ -94,6 +94,22 @@ def test_a_replay_launches_with_the_next_calls_addresses(kernel: Kernel) -> None
         assert out == result[0].data_ptr() and scratch not in (q, k, v, out, 0)
 
 
+def test_a_prefix_of_unknown_length_is_read_where_the_next_call_has_it(kernel: Kernel) -> None:
+    def launch(r: Request) -> None:
+        out, _ = replay.target().outputs(r)
+        args = (r.q, r.k_cache, r.v_cache, out, r.common_prefix_len, 5)
+        replay.target().launch(kernel, (7,), args, {"SIZE": 3}, num_warps=4)
+
+    def prefixed() -> Request:
+        table, length = torch.zeros(2, 2, dtype=torch.int32), torch.zeros((), dtype=torch.int32)
+        return request(page_table=table, common_prefix_len=length)
+
+    recorded, r = replay.record(prefixed(), launch), prefixed()
+    assert again(recorded, r) is not None
+    assert isinstance(r.common_prefix_len, Tensor)
+    assert kernel.launched[0][6] == r.common_prefix_len.data_ptr()
+
+
 def test_a_call_without_query_rows_launches_its_append_alone(kernel: Kernel) -> None:
     """No kernel takes q then; the next call still gets an out of its shape."""
 

@@ -22,7 +22,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from kvattn.backends import triton as backend  # noqa: E402
-from kvattn.backends import triton_decode, triton_launch, triton_replay  # noqa: E402
+from kvattn.backends import triton_decode, triton_launch, triton_prefix, triton_replay  # noqa: E402
 
 
 class Target(NamedTuple):
@@ -44,12 +44,23 @@ PREFILL = Case(batch=1, seqlen_q=600, lengths=600, capacity=608, page_size=16, d
                heads=8, kv_heads=2, causal=True, dtype=BF16)  # fmt: skip
 DENSE = replace(PREFILL, heads=16, kv_heads=16, page_size=None)
 TABLE = torch.zeros(16, 1200)
+ON_DEVICE = {"common_prefix_len": torch.zeros((), dtype=torch.int32)}
 MAIN = {
     "decode": STEP,
     "decode, norms": replace(STEP, norm="both", norm_dtype=BF16),
     "decode, pages of 64": replace(STEP, page_size=64),
     "decode, D 64, window, sinks": replace(STEP, dim=64, rotary=64, window=(127, 0), sinks=BF16),
     "common prefix": replace(STEP, batch=32, common=4096),
+    "common prefix, ragged": replace(
+        STEP,
+        batch=32,
+        common=4096,
+        seqlen_q=(1,) * 32,
+        new=None,
+        rotary=0,
+        options={"max_seqlen_q": 1},
+    ),
+    "common prefix, length on the device": replace(STEP, batch=32, options=ON_DEVICE),
     "decode, fp8": replace(STEP, cache_dtype=E4M3, descale="heads", page_size=64),
     "decode, e5m2, pages of 16": replace(STEP, cache_dtype=E5M2, descale="heads"),
     "prefill": PREFILL,
@@ -166,6 +177,22 @@ def test_decode_starts_early_where_the_gpu_can(
         assert not re.search(r"\b(ld|st|atom|cp)\.", ptx.split("griddepcontrol.wait")[0])
     (alone,) = compiled(replace(STEP, batch=1), target, monkeypatch)
     assert not alone.metadata.launch_pdl
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_shared_pages_are_found_without_spills(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton.runtime.driver, "_active", Machine(target.capability))
+    compiling = Compiling()
+    monkeypatch.setattr(triton_prefix, "target", lambda: compiling)
+    lengths = torch.ones(8, dtype=torch.int32)
+    triton_prefix.common(lengths.expand(300, 8).T.contiguous(), lengths, lengths, 16)
+    (kernel,) = compiling.compiled
+    assert re.search(r"(atom|red)\.\S*min", kernel.asm["ptx"])
+    assert set(re.findall(r"(\d+) bytes spill", ptxas(kernel, target.capability, tmp_path))) == {
+        "0"
+    }
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)

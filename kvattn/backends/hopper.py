@@ -151,7 +151,8 @@ def kernel(facts: Facts) -> str:
     layout = "paged" if facts.has("page_table") else "dense"
     before = "append kernel, then " if facts.has("k") else ""
     before += "queries made ready, then " if facts.has("rotary_cos", "q_norm_weight") else ""
-    return f"{before}warp-specialised prefill kernel over {layout} keys{prefix.kernel(facts)}"
+    words = prefix.kernel(facts, "a tile of the prefill kernel has rows of one sequence")
+    return f"{before}warp-specialised prefill kernel over {layout} keys{words}"
 
 
 def run(r: Request, plan: Plan | None = None) -> tuple[Tensor, Tensor]:

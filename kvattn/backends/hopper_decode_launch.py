@@ -205,6 +205,7 @@ def decode(
         triton_launch.rotary(r.rotary_sin), r.rotary_seqlens, r.sinks,
         triton_launch.unit(r.q_norm_weight),
         triton_launch.unit(r.k_norm_weight) if form.NEW else None, common.part, common.stats,
+        common.length,
         q.stride()[:3], triton_launch.strides(k_cache), triton_launch.strides(r.pool),
         out.stride()[:3], lse.stride(), *map(_steps, (k, v)),
         table_stride, r.batch, *_divisor(t.each * r.batch), *_divisor(t.parts), slots, q.shape[1],

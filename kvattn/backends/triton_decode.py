@@ -67,8 +67,9 @@ class Common(NamedTuple):
 
     part: Tensor | None = None
     stats: Tensor | None = None
-    keys: int = 0
+    keys: int = 0  # of it; with a length, the least of which it leaves anything
     shares: int = 0
+    length: Tensor | None = None
 
 
 _NONE = Common()
@@ -294,7 +295,7 @@ def _tensors(
         r.cache_batch_idx, r.page_table, launch.rotary(r.rotary_cos), launch.rotary(r.rotary_sin),
         r.rotary_seqlens, launch.unit(r.q_norm_weight), None if k is None else norm,
         r.q_descale, r.k_descale, r.v_descale, r.sinks, common.part,
-        common.stats, r.alibi_slopes, r.rel_bias,
+        common.stats, common.length, r.alibi_slopes, r.rel_bias,
     )  # fmt: skip
 
 

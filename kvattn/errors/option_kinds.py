@@ -315,7 +315,8 @@ class RotaryArgumentsError(ArgumentValueError):
 
 
 class CommonPrefixError(ArgumentValueError):
-    """common_prefix_len is no count of keys, exceeds the capacity, or comes with left padding."""
+    """common_prefix_len is no count of keys, exceeds the capacity, or comes with left padding; or a
+    tensor of it is not one int32 number."""
 
     code = "KV188"
     problem = "common_prefix_len must be a number of keys from 0 to the capacity"

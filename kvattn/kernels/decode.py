@@ -101,7 +101,7 @@ def decode(
     Q, K, V, OUT, LSE, PART, STATS, COUNT, K_NEW, V_NEW,
     LENGTHS, Q_EDGES, NEW_EDGES, USED, LEFTPAD, ROWS, PAGES,
     COS, SIN, BASES, Q_NORM, K_NORM, Q_SCALE, K_SCALE, V_SCALE, SINKS, COMMON, COMMON_STATS,
-    ALIBI, REL_BIAS, SCORE_AUX, MASK_AUX, BOUNDS_AUX,
+    COMMON_LENGTH, ALIBI, REL_BIAS, SCORE_AUX, MASK_AUX, BOUNDS_AUX,
     q_strides, k_strides, v_strides, out_strides, lse_strides, k_new_strides, v_new_strides,
     scale_strides, k_scale_strides, v_scale_strides, alibi_strides, bias_strides,
     table_stride, batch, slots, each, parts, queries, steps, capacity, rows, blocks, positions,
@@ -122,12 +122,15 @@ def decode(
 ):  # fmt: skip
     """Grid: slots * TILES * HEADS, heads fastest. R packed rows a program, W warps of NK keys.
 
-    TILES is 1 for ragged queries, whose row tiles are told apart by slots.
+    TILES is 1 for ragged queries, whose row tiles are told apart by slots. With a COMMON_LENGTH,
+    common is the least that another kernel reads.
     """
     if PDL:  # the next kernel may start; nothing is read before the last one has ended
         tl.extra.cuda.gdc_launch_dependents()
         if COMMON is None:  # else that one has waited, and only what it leaves is not there yet
             tl.extra.cuda.gdc_wait()
+    if COMMON_LENGTH is not None:
+        common, common_shares = tile.common_on_device(COMMON_LENGTH, common, common_shares)
     BN: tl.constexpr = W * NK
     program = tl.program_id(0)
     head = (program % HEADS).to(tl.int64)
@@ -183,7 +186,7 @@ def decode(
                                     BOUNDS_AUX)  # fmt: skip
         low, high = tile.bounded(low, high, first_key, end_key, live[:, None])
     if COMMON is not None:
-        low = tile.common_until(keys, old, queries, right, common, HAS_RIGHT)
+        low = tile.common_until(keys, old, q_len, right, common, HAS_RIGHT)
     if LEAF > 0:  # fixed shares: a row's sums do not depend on who else is there
         splits = tl.maximum(shares.leaves(keys, LEAF), 1)
         low = tl.maximum(low, shares.leaf_first(split, LEAF))
@@ -429,8 +432,12 @@ def decode(
     beta = tl.exp2(m - tl.where(top == float("-inf"), 0.0, top)[None, :])
     l = tl.sum(l * beta, 0)
     acc = _folded(tl.permute(acc * beta[:, None, :], (1, 2, 0)), W)
-    common_step = batch * queries * GROUP
-    common_spot = head * common_shares * common_step + b * queries * GROUP
+    common_step = batch * queries * GROUP  # rows of all sequences, and the first of this one
+    common_first = b * queries * GROUP
+    if Q_EDGES is not None:
+        common_step = queries * GROUP
+        common_first = q_first * GROUP
+    common_spot = head * common_shares * common_step + common_first
     if PART is None or splits == 1:
         sums = tl.trans(acc)
         if COMMON is not None:

@@ -1,6 +1,6 @@
 """Keys that all sequences of a batch have in common, read once for the query rows of all of them.
 
-Rows of all sequences are packed into tiles (row = (sequence * tokens + token) * group + head of the
+Rows of all sequences are packed into tiles (row = row of the query tensor * group + head of the
 group) of one kv head, which attend to a share of the common keys each. What they leave is one more
 share of every sequence for the decode kernel, which reads only the keys behind.
 """
@@ -48,6 +48,75 @@ def _cached(
         return tile.widen(x, KIND, DTYPE)
 
 
+@triton.jit
+def _tokens(r, Q_EDGES, USED, batch, queries, GROUP: tl.constexpr):
+    """(sequence, token of it, query tokens of it, row among the sequence's or all ragged queries,
+    whether there is such a row) of packed rows."""
+    if Q_EDGES is None:
+        each = queries * GROUP
+        live = r < batch * each
+        b = tl.minimum(r // each, batch - 1)
+        token = r % each // GROUP
+        at = token
+        q_len = queries
+    else:
+        at = r // GROUP
+        guess = tl.minimum(at.to(tl.int64) * batch // queries, batch - 1)
+        b = tile.find_rows(Q_EDGES, batch, at, guess)
+        first = tl.maximum(tl.load(Q_EDGES + b), 0)
+        token = at - first
+        q_len = tl.minimum(tl.load(Q_EDGES + b + 1), queries) - first
+        live = (token >= 0) & (token < q_len)
+    if USED is not None:
+        q_len = tl.minimum(q_len, tl.load(USED + b))
+        live = live & (token < q_len)
+    return b.to(tl.int64), token, q_len, at, live
+
+
+@triton.jit
+def _used(b, LENGTHS, ROWS, batch, rows, columns, size):
+    """(line of the page table, pages in use) of sequences; none of those that take no part."""
+    there = b < batch
+    length = tl.load(LENGTHS + b, mask=there, other=0)
+    line = b.to(tl.int64)
+    if ROWS is not None:
+        line = tl.load(ROWS + b, mask=there, other=-1).to(tl.int64)
+    used = tl.minimum((length - 1) // size + 1, columns)
+    return line, tl.where((length > 0) & (line >= 0) & (line < rows), used, 0)
+
+
+@triton.jit(do_not_specialize=["table_stride", "batch", "rows", "columns", "size"])
+def common_pages(
+    PAGES, LENGTHS, ROWS, OUT, table_stride, batch, rows, columns, size,
+    BB: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Lowers OUT to the tokens before the first of BC pages that not all sequences share.
+
+    Grid: columns of the page table by BC. Pages beyond the shortest sequence are nobody's.
+    """
+    shortest = columns
+    count = 0
+    model = rows.to(tl.int64)  # whose pages are compared with
+    for first in range(0, batch, BB):
+        line, used = _used(first + tl.arange(0, BB), LENGTHS, ROWS, batch, rows, columns, size)
+        shortest = tl.minimum(shortest, tl.min(tl.where(used > 0, used, columns), 0))
+        model = tl.minimum(model, tl.min(tl.where(used > 0, line, rows), 0))
+        count += tl.sum((used > 0).to(tl.int32), 0)
+    shared = 0
+    if count > 1:
+        shared = shortest
+        c = tl.program_id(0) * BC + tl.arange(0, BC)
+        inside = c < shortest
+        own = tl.load(PAGES + model * table_stride + c, mask=inside, other=0)
+        for first in range(0, batch, BB):
+            line, used = _used(first + tl.arange(0, BB), LENGTHS, ROWS, batch, rows, columns, size)
+            asked = (used > 0)[:, None] & inside[None, :]
+            at = PAGES + line[:, None] * table_stride + c[None, :]
+            other = asked & (tl.load(at, mask=asked, other=0) != own[None, :])
+            shared = tl.minimum(shared, tl.min(tl.min(tl.where(other, c[None, :], shortest), 1), 0))
+    tl.atomic_min(OUT, shared * size)
+
+
 _PLAIN_NUMBERS = (
     *("table_stride", "batch", "queries", "steps", "capacity", "rows", "blocks", "positions"),
     *("common", "splits", "right"),
@@ -56,7 +125,8 @@ _PLAIN_NUMBERS = (
 
 @triton.jit(do_not_specialize=_PLAIN_NUMBERS)
 def prefix(
-    Q, K, V, PART, STATS, LENGTHS, ROWS, PAGES, COS, SIN, BASES, Q_NORM, Q_SCALE, K_SCALE,
+    Q, K, V, PART, STATS, LENGTHS, Q_EDGES, NEW_EDGES, USED, ROWS, PAGES, COMMON_LENGTH,
+    COS, SIN, BASES, Q_NORM, Q_SCALE, K_SCALE,
     q_strides, k_strides, v_strides, scale_strides, k_scale_strides,
     table_stride, batch, queries, steps, capacity, rows, blocks, positions, common, splits,
     softmax_scale, softcap, right,
@@ -67,30 +137,35 @@ def prefix(
     INCLUDED: tl.constexpr, HAS_RIGHT: tl.constexpr, CAPPED: tl.constexpr, RAW: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: row tiles * HEADS * splits; programs side by side read the same keys."""
+    """Grid: row tiles * HEADS * splits; programs side by side read the same keys.
+
+    With a COMMON_LENGTH, common is the least that is read.
+    """
     if PDL:  # in this order: the next kernel starts when all that it reads but PART is there
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    if COMMON_LENGTH is not None:
+        common, some = tile.common_on_device(COMMON_LENGTH, common, splits)
     # --- which rows
-    each = queries * GROUP
-    total = batch * each
+    total = queries * GROUP
+    if Q_EDGES is None:
+        total *= batch
     tiles = tl.cdiv(total, BM)
     program = tl.program_id(0)
     head = (program // tiles % HEADS).to(tl.int64)
     split = program // tiles // HEADS
     r = program % tiles * BM + tl.arange(0, BM)
-    live = r < total
-    b = tl.minimum(r // each, batch - 1).to(tl.int64)
-    token = r % each // GROUP
+    b, token, q_len, at, live = _tokens(r, Q_EDGES, USED, batch, queries, GROUP)
     # --- which keys: each row sees those before `until`
-    line, _shift, _start, keys, old, _active = tile.keys_of(
-        b, LENGTHS, None, None, None, ROWS, steps, capacity, rows, INCLUDED,
+    line, _shift, _start, keys, old, active = tile.keys_of(
+        b, LENGTHS, None, NEW_EDGES, None, ROWS, steps, capacity, rows, INCLUDED,
     )  # fmt: skip
-    until = tile.common_until(keys, old, queries, right, common, HAS_RIGHT)
+    until = tile.common_until(keys, old, q_len, right, common, HAS_RIGHT)
     until = tl.where(live, until, 0)
     high = tl.max(until, 0)
     seen_by_all = tl.min(tl.where(live, until, high), 0)
-    line = tl.max(tl.where(until == high, line, 0), 0)  # all of these sequences name the same keys
+    longest = active & (until == high)
+    line = tl.max(tl.where(longest, line, 0), 0)  # all of these sequences name the same keys
     share = tl.cdiv(tl.cdiv(high, BN), splits) * BN
     first = split * share
     last = tl.minimum(first + share, high)
@@ -106,7 +181,7 @@ def prefix(
     # --- the query
     dk = tl.arange(0, DP)
     dv = tl.arange(0, DVP)
-    q_rows = b * q_strides[0] + token.to(tl.int64) * q_strides[1]
+    q_rows = b * q_strides[0] + at.to(tl.int64) * q_strides[1]
     q_rows += (head * GROUP + r % GROUP) * q_strides[2]
     rms = None
     if Q_NORM is not None:
@@ -133,6 +208,9 @@ def prefix(
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DVP], tl.float32)
+    if COMMON_LENGTH is not None:  # noqa: SIM102  here, as registers are short further up
+        if some == 0:
+            return
     # --- tiles that all rows see, then tiles that some of the rows see: whole, as all of these are
     for phase in tl.static_range(2):
         if phase == 0:

@@ -19,6 +19,12 @@ def leaf_first(i, LEAF: tl.constexpr):
 
 
 @triton.jit
+def _between(EDGES, b, there):
+    """Rows of sequences between their borders."""
+    return tl.load(EDGES + b + 1, mask=there, other=0) - tl.load(EDGES + b, mask=there, other=0)
+
+
+@triton.jit
 def dealt(
     LENGTHS, NEW_EDGES, LEFTPAD, Q_EDGES, slot, batch, fresh, capacity, reach, each, parts,
     queries, right, common, COMMON: tl.constexpr, HAS_RIGHT: tl.constexpr, BN: tl.constexpr,
@@ -46,13 +52,14 @@ def dealt(
     if LEFTPAD is not None:
         n -= tl.maximum(tl.load(LEFTPAD + b, mask=there, other=0), 0)
     if COMMON:  # what is read elsewhere takes no share
-        n -= tile.common_until(n, n - fresh, queries, right, common, HAS_RIGHT)
+        q_len = queries
+        if Q_EDGES is not None:
+            q_len = _between(Q_EDGES, b, there)
+        n -= tile.common_until(n, n - fresh, q_len, right, common, HAS_RIGHT)
     n = tl.where(there, tl.maximum(n, 0), 0)
     row_tiles = there.to(tl.int32)
     if Q_EDGES is not None:
-        q_len = tl.load(Q_EDGES + b + 1, mask=there, other=0)
-        q_len -= tl.load(Q_EDGES + b, mask=there, other=0)
-        row_tiles = tl.cdiv(tl.maximum(q_len, 0) * GROUP, R)
+        row_tiles = tl.cdiv(tl.maximum(_between(Q_EDGES, b, there), 0) * GROUP, R)
     if LEAF > 0:
         count = leaves(n, LEAF)
         alike = slot < 0

@@ -227,6 +227,14 @@ def common_until(keys, old, queries, right, common, HAS_RIGHT: tl.constexpr):
 
 
 @triton.jit
+def common_on_device(LENGTH, least, shares):
+    """(keys, shares) of a common prefix whose length the device knows: none of a shorter one."""
+    keys = tl.load(LENGTH)
+    pays = keys >= least
+    return tl.where(pays, keys, 0), tl.where(pays, shares, 0)
+
+
+@triton.jit
 def seen(
     first_place, last_place, keys, left, right, chunk,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CHUNKED: tl.constexpr,
@@ -340,6 +348,25 @@ def find_row(EDGES, count, row):
         else:
             high = middle
     return low
+
+
+@triton.jit
+def find_rows(EDGES, count, row, guess):
+    """The sequences that rows of a ragged tensor belong to, of rows that are somebody's.
+
+    Sequences with as many rows each are guessed, which takes one round of loads.
+    """
+    sure = (tl.load(EDGES + guess) <= row) & (row < tl.load(EDGES + guess + 1))
+    sure = sure | (row >= tl.load(EDGES + count))
+    b = guess
+    if tl.min(sure.to(tl.int32), 0) == 0:
+        b = guess * 0
+        left = count
+        while left > 1:
+            half = left // 2
+            b = tl.where(tl.load(EDGES + b + half) <= row, b + half, b)
+            left -= half
+    return b
 
 
 @triton.jit

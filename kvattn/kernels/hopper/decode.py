@@ -7,6 +7,7 @@ them at once. New tokens are a tile of their own in shared memory, attended to w
 fills, and stored from there. A third kind of warp runs ahead of the kernel in front.
 """
 
+from kvattn.kernels import tile
 from kvattn.kernels.hopper.compat import fence_async_shared, gl, gluon, reinterpret
 from kvattn.kernels.hopper.decode_ahead import call_ahead
 from kvattn.kernels.hopper.decode_copies import copy
@@ -77,20 +78,23 @@ _NUMBERS = (
     *("common_shares", "positions", "table_stride", "left", "right"),
 )
 
-_TENSORS = ("LENGTHS", "ROWS", "PAGES", "COUNT", "SINKS", "LSE", "BASES")
+_TENSORS = ("LENGTHS", "ROWS", "PAGES", "COUNT", "SINKS", "LSE", "BASES", "COMMON_LENGTH")
 
 
 @gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_TENSORS)
 def decode(
     k, v, Q, K, V, OUT, LSE, PART, STATS, COUNT, K_NEW, V_NEW, LENGTHS, ROWS, PAGES,
-    COS, SIN, BASES, SINKS, Q_NORM, K_NORM, COMMON, COMMON_STATS,
+    COS, SIN, BASES, SINKS, Q_NORM, K_NORM, COMMON, COMMON_STATS, COMMON_LENGTH,
     q_strides, k_strides, v_strides, out_strides, lse_strides, k_new_strides, v_new_strides,
     table_stride, batch, alike, alike_factor, alike_shift, parts, parts_factor, parts_shift,
     slots, queries, steps, capacity, rows, blocks, ahead, positions,
     common, common_shares, factor, softcap, left, right,
     form: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Grid: slots * TILES * HEADS, heads fastest."""
+    """Grid: slots * TILES * HEADS, heads fastest.
+
+    With a COMMON_LENGTH, common is the least that another kernel reads.
+    """
     STAGES: gl.constexpr = form.STAGES
     BOXES: gl.constexpr = STAGES * (form.BN // form.BOX)
     k_data = _buffer(k, BOXES * (form.D // 64 // k.block_type.shape[2]))
@@ -100,6 +104,8 @@ def decode(
     ready = barriers(1, 1)
     empty = barriers(STAGES, 32 * form.WARPS)
     fence_async_shared()
+    if COMMON_LENGTH is not None:
+        common, common_shares = tile.common_on_device(COMMON_LENGTH, common, common_shares)
     at = Places(LENGTHS, ROWS, PAGES, table_stride, batch, alike, alike_factor, alike_shift,
                 parts, parts_factor, parts_shift, slots, queries, steps, capacity, rows, blocks,
                 common, ahead)  # fmt: skip
