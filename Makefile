@@ -29,7 +29,8 @@ test: $(READY) ## all tests, on the CPU (ARGS="-k name" picks some)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 $(ARGS)
 	TRITON_INTERPRET=1 KVATTN_TEST_BACKENDS=triton OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 \
 		$(CONTRACT) tests/test_batch_invariant.py tests/test_decode_shares.py tests/test_decode_scores.py \
-		tests/test_prefill.py tests/test_prefix.py tests/test_sharing.py $(ARGS)
+		tests/test_prefill.py tests/test_prefix.py tests/test_sharing.py \
+		tests/test_triton_random.py $(ARGS)
 
 lint: $(READY) ## style and formatting
 	$(PYTHON) -m ruff check .

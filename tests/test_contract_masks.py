@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import E4M3, F32, attend, ints, probed, signed_window
+from cases import E4M3, F32, attend, attend_varlen, ints, probed, signed_window
 from conftest import DEVICE
 from torch import Tensor
 
@@ -195,6 +195,18 @@ def test_t58_block_sparse(backend: str) -> None:
     causal = Case(batch=1, seqlen_q=5, lengths=11, causal=True,
                   options={"block_sparse_tensors": blocks})  # fmt: skip
     assert_rows(probed(causal, backend), [0, 1, 2, 3], [0, 1, 2, 3], range(8), range(8), [])
+
+
+def test_gathered_keys_pass_the_mask_mod(backend: str) -> None:
+    """A key is seen if it is listed, no matter how often, and the mod shows it."""
+    v = torch.arange(9.0, device=DEVICE).view(9, 1, 1).expand(9, 1, 8).contiguous()
+    q, k = torch.zeros(3, 2, 8, device=DEVICE), torch.zeros_like(v)
+    listed = ints(1, 2, 3, 3, 0, 4, -1, -1, 8, 7, 5, 0).view(3, 4)
+    out, lse = attend_varlen(
+        backend, q, k, v, cu_seqlens_q=ints(0, 3), cu_seqlens_k=ints(0, 9), max_seqlen_q=3,
+        max_seqlen_k=9, gather_kv_indices=listed, mask_mod=odd_keys,
+    )  # fmt: skip
+    assert_rows((out[..., 0], lse.T.exp()), [1, 3], [], [5, 7])
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])

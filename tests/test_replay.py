@@ -230,6 +230,24 @@ def test_other_alignment_is_left_to_the_long_way(kernel: Kernel) -> None:
     assert again(recorded, request(), q=odd) is None and kernel.launched == []
 
 
+@pytest.mark.parametrize("recorded_at, odd", [(2, 1), (4, 2), (8, 4), (16, 8)])
+def test_less_alignment_than_recorded_is_left_to_the_long_way(
+    kernel: Kernel, recorded_at: int, odd: int
+) -> None:
+    """Pairs of narrow channels are read from even addresses, though not from multiples of 16."""
+
+    def cache(offset: int) -> Tensor:
+        memory = torch.zeros(2 * 16 * 2 * 8 + 64, dtype=torch.uint8)
+        first = -memory.data_ptr() % 32 + offset
+        return memory[first : first + 2 * 16 * 2 * 8].view(torch.float8_e4m3fn).view(2, 16, 2, 8)
+
+    recorded = replay.record(request(k_cache=cache(recorded_at), v_cache=cache(0)), run(kernel))
+    assert again(recorded, request(k_cache=cache(odd), v_cache=cache(0))) is None
+    assert kernel.launched == []
+    assert again(recorded, request(k_cache=cache(recorded_at), v_cache=cache(0))) is not None
+    assert again(recorded, request(k_cache=cache(0), v_cache=cache(0))) is not None
+
+
 def test_checked_mode_is_left_to_the_long_way(kernel: Kernel) -> None:
     recorded = replay.record(request(), run(kernel))
     assert recorded is not None

@@ -159,7 +159,7 @@ def _block_map(r: Request) -> tuple[Tensor | None, int, int]:
         cap = r.capacity
         picked = torch.where((flat < 0) | (flat >= cap), cap, flat).long()
         seen = torch.zeros(*flat.shape[:-1], cap + 1, dtype=torch.uint8, device=flat.device)
-        seen.scatter_(-1, picked, 2)
+        seen.scatter_(-1, picked, 1)  # a mask_mod still applies
         return (seen[:, None] if flat.dim() == 3 else seen[None, None])[..., :cap], 1, 1
     sparse = r.block_sparse
     if sparse is None:

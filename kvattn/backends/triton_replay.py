@@ -24,7 +24,7 @@ from kvattn.plan import Prepared
 from kvattn.request import NAMES, Request
 
 CAPTURING = -1  # in place of a stream
-_ALIGNED = 15  # bits of an address that kernels for 16-byte aligned memory take to be zero
+_ALIGNED = 15  # bits of an address that launch code and kernels may take to be zero
 
 
 class Workspaces:
@@ -199,6 +199,11 @@ class Recording(Live):
         return Prepared(replay.names, replay)
 
 
+def _zeros(address: int) -> int:
+    """The low bits that are zero in an address, up to 16-byte alignment."""
+    return (address & -address) - 1 & _ALIGNED
+
+
 class Replay:
     """Launches what was recorded, for the tensors of another call of the form."""
 
@@ -208,7 +213,7 @@ class Replay:
         self.on_gpu = self.device.type == "cuda"
         tensors, sources = recording.tensors, recording.sources
         self.names = tuple(source for source in sources if isinstance(source, str))
-        self.aligned = [tensors[name].data_ptr() & _ALIGNED == 0 for name in self.names]
+        self.zeros = [_zeros(tensors[name].data_ptr()) for name in self.names]
         self.sizes = [checks.extent(tensors[name]) for name in self.names]
         self.out = self.names.index("out") if "out" in self.names else None
         self.given_out = r.out is not None
@@ -281,9 +286,8 @@ class Replay:
         return kept[0]
 
     def _unlike(self, addresses: list[int]) -> bool:
-        """Whether memory that was aligned when the kernels were compiled is not any more."""
-        pairs = zip(addresses, self.aligned, strict=True)
-        return any(aligned and address & _ALIGNED for address, aligned in pairs)
+        """Whether memory is less aligned than when the kernels were chosen and compiled."""
+        return any(address & zeros for address, zeros in zip(addresses, self.zeros, strict=True))
 
     def _meets(self, addresses: list[int]) -> bool:
         """Whether the caller's out lies among the bytes of another tensor."""
