@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvattn.counting import listed, positive, whole
 from kvattn.errors.cache_kinds import LayerIndexError
 from kvattn.errors.kinds import NewTokenBatchError
+from kvattn.request import check_append
 from kvattn.steps import append_kv
 from kvattn.storage import PageStorage, Scale
-from kvattn.tables import CacheView, PageTables, positive
+from kvattn.tables import CacheView, PageTables
 
 __all__ = ["CacheStats", "CacheView", "PagedKVCache"]
 
@@ -150,7 +152,7 @@ class PagedKVCache(PageTables):
         Whole pages; of a page that ends a sequence, the slots behind it count too.
         `kvattn.common_prefix` finds it on the device.
         """
-        columns = zip(*(self.pages(seq) for seq in seqs), strict=False)
+        columns = zip(*(self.pages(seq) for seq in listed(seqs)), strict=False)
         return len(list(takewhile(lambda pages: len(set(pages)) == 1, columns))) * self.page_size
 
     def append(self, layer: int, k: Tensor, v: Tensor, seqs: int | Sequence[int]) -> None:
@@ -168,23 +170,23 @@ class PagedKVCache(PageTables):
             NewTokenBatchError: k has not one row per sequence.
             OutOfPagesError, SequenceTooLongError: as ``reserve``; nothing is written.
         """
-        rows = list(seqs) if isinstance(seqs, Sequence) else [seqs]
-        if k.ndim != 4 or k.shape[0] != len(rows):
+        rows = self._distinct("seqs", listed(seqs))
+        if isinstance(k, Tensor) and (k.ndim != 4 or k.shape[0] != len(rows)):
             allowed = f"({len(rows)}, new, {self.num_kv_heads}, {self.head_dim})"
             raise NewTokenBatchError("k", tuple(k.shape), allowed)
-        k_cache, v_cache = self.k(layer), self.v(layer)
+        call: dict[str, Any] = {
+            "k": k,
+            "v": v,
+            "k_cache": self.k(layer),
+            "v_cache": self.v(layer),
+            "k_descale": self.k_descale(layer),
+            "v_descale": self.v_descale(layer),
+        }
+        table, lengths = self.view(rows)
+        check_append(**call, cache_seqlens=lengths, page_table=table)
         self.reserve([(seq, k.shape[1]) for seq in rows])
         table, lengths = self.view(rows)
-        append_kv(
-            k,
-            v,
-            k_cache,
-            v_cache,
-            cache_seqlens=lengths,
-            page_table=table,
-            k_descale=self.k_descale(layer),
-            v_descale=self.v_descale(layer),
-        )
+        append_kv(**call, cache_seqlens=lengths, page_table=table)
 
     def stats(self) -> CacheStats:
         """Counts of sequences, tokens, pages and bytes; reads nothing from the device."""
@@ -212,6 +214,7 @@ class PagedKVCache(PageTables):
         self._storage.copy_pages(originals, copies)
 
     def _layer(self, layer: int) -> int:
-        if not 0 <= layer < self.num_layers:
-            raise LayerIndexError("layer", layer, f"0 to {self.num_layers - 1}")
-        return layer
+        found = whole(layer)
+        if found is None or not 0 <= found < self.num_layers:
+            raise LayerIndexError("layer", repr(layer), f"0 to {self.num_layers - 1}")
+        return found

@@ -264,6 +264,13 @@ _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Reque
 }
 
 
+def check_append(**given: Any) -> None:
+    """The structural checks of an append, before there is room for its tokens."""
+    raw = SimpleNamespace(**{**_DEFAULTS, **given, "attend": False})
+    checks.normalise(raw)
+    checks.check(raw)
+
+
 def _spans(r: Request) -> list[Span]:
     count = r.batch
     rows = values.integers(r.cache_batch_idx) or range(count)

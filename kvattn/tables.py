@@ -8,15 +8,14 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import index
-from typing import Any, NamedTuple, SupportsIndex, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
+from kvattn.counting import TokenCounts, listed, non_negative, positive, token_counts, whole
 from kvattn.errors.cache_kinds import (
     BatchFullError,
-    CacheSizeError,
     CaptureError,
     DuplicateSequenceError,
     NotReservedError,
@@ -24,13 +23,10 @@ from kvattn.errors.cache_kinds import (
     PrefixLengthError,
     ReorderError,
     SequenceTooLongError,
-    TokenCountError,
     TruncateLengthError,
     UnknownSequenceError,
 )
 from kvattn.pages import PagePool
-
-TokenCounts = Mapping[int, int] | Iterable[tuple[int, int]]
 
 _SLICE_CELLS = 4096  # up to here one slice is sent faster than single cells are addressed
 
@@ -111,7 +107,7 @@ class PageTables:
         Raises:
             BatchFullError: fewer than ``count`` rows are free; nothing is changed.
         """
-        wanted = 1 if count is None else _count("count", count)
+        wanted = 1 if count is None else non_negative("count", count)
         self._begin(wanted)
         seqs = [self._add(_Sequence()) for _ in range(wanted)]
         self._flush()
@@ -132,7 +128,7 @@ class PageTables:
             PrefixLengthError: ``seq`` has fewer than ``tokens`` tokens.
             BatchFullError: no row is free.
         """
-        parent, tokens = self._get(seq), _count("tokens", tokens)
+        parent, tokens = self._get(seq), non_negative("tokens", tokens)
         if tokens > parent.length:
             raise PrefixLengthError("tokens", tokens, f"0 to {parent.length}")
         self._begin(1)
@@ -146,8 +142,7 @@ class PageTables:
         Raises:
             UnknownSequenceError, DuplicateSequenceError: nothing is freed.
         """
-        ended = list(seqs) if isinstance(seqs, Iterable) else [seqs]
-        self._distinct("seqs", ended)
+        ended = self._distinct("seqs", listed(seqs))
         self._begin()
         for seq in ended:
             pages = self._live.pop(seq).pages
@@ -171,11 +166,11 @@ class PageTables:
         Raises:
             ReorderError, UnknownSequenceError, DuplicateSequenceError: nothing is changed.
         """
-        rows = self.sequences if seqs is None else list(seqs)
-        self._distinct("seqs", rows)
-        order = indices.tolist() if isinstance(indices, Tensor) else list(indices)
-        if len(order) != len(rows) or not all(0 <= i < len(rows) for i in order):
-            raise ReorderError("indices", order, f"{len(rows)} positions below {len(rows)}")
+        rows = self.sequences if seqs is None else self._distinct("seqs", listed(seqs))
+        given = listed(indices)
+        order = [i for i in map(whole, given) if i is not None and 0 <= i < len(rows)]
+        if not len(order) == len(given) == len(rows):
+            raise ReorderError("indices", given, f"{len(rows)} positions below {len(rows)}")
         self._begin()
         moved = [(seq, rows[i]) for seq, i in zip(rows, order, strict=True) if seq != rows[i]]
         after = {seq: self._prefix(self._live[src], self.length(src)) for seq, src in moved}
@@ -202,8 +197,8 @@ class PageTables:
         """
         size, refs = self.page_size, self._pool.refs
         growing: dict[int, int] = {}
-        for seq, count in _token_counts(new):
-            sequence = self._get(seq)
+        for seq, count in self._counts(new):
+            sequence = self._live[seq]
             pages, length = sequence.pages, sequence.length
             end = length + count
             if end > len(pages) * size or (
@@ -223,8 +218,8 @@ class PageTables:
             UnknownSequenceError, DuplicateSequenceError, TokenCountError: ``new`` is malformed.
         """
         ends: list[tuple[int, _Sequence, int]] = []
-        for seq, count in _token_counts(new):
-            sequence = self._get(seq)
+        for seq, count in self._counts(new):
+            sequence = self._live[seq]
             end = sequence.length + count
             self._within_pages("new", sequence, end)
             ends.append((seq, sequence, end))
@@ -243,7 +238,8 @@ class PageTables:
             UnknownSequenceError: ``seq`` is not alive.
             TruncateLengthError: the sequence is shorter than ``length``.
         """
-        sequence, length = self._get(seq), _count("length", length)
+        seq, length = self._id(seq), non_negative("length", length)
+        sequence = self._live[seq]
         if length > sequence.length:
             raise TruncateLengthError("length", length, f"0 to {sequence.length}")
         self._begin()
@@ -273,13 +269,12 @@ class PageTables:
         Ids in a row (3, 4, 5) give slices of ``page_table`` and ``lengths``: fixed addresses, no
         copy, and later changes show. Other ids give copies of this moment.
         """
-        for seq in seqs:
-            self._get(seq)
-        first = seqs[0] if seqs else 0
-        if all(seq == first + i for i, seq in enumerate(seqs)):
-            rows = slice(first, first + len(seqs))
+        ids = [self._id(seq) for seq in listed(seqs)]
+        first = ids[0] if ids else 0
+        if all(seq == first + i for i, seq in enumerate(ids)):
+            rows = slice(first, first + len(ids))
             return CacheView(self.page_table[rows], self.lengths[rows])
-        picked = torch.tensor(seqs, device=self.device)
+        picked = torch.tensor(ids, device=self.device)
         return CacheView(self.page_table[picked], self.lengths[picked])
 
     def slots(self, seq: int, start: int = 0, stop: int | None = None) -> Tensor:
@@ -292,9 +287,10 @@ class PageTables:
             UnknownSequenceError: ``seq`` is not alive.
             NotReservedError: the range leaves the pages of ``seq``.
         """
-        sequence = self._get(seq)
-        stop = sequence.length if stop is None else _count("stop", stop)
-        if _count("start", start) > stop:
+        seq = self._id(seq)
+        sequence = self._live[seq]
+        stop = sequence.length if stop is None else non_negative("stop", stop)
+        if non_negative("start", start) > stop:
             raise NotReservedError("start", start, f"0 to {stop}")
         self._within_pages("stop", sequence, stop)
         tokens = torch.arange(start, stop, device=self.device)
@@ -305,22 +301,32 @@ class PageTables:
         return len(self._live)
 
     def __contains__(self, seq: object) -> bool:
-        return seq in self._live
+        return whole(seq) in self._live
 
     def _copy_pages(self, originals: Sequence[int], copies: Sequence[int]) -> None:
         """Called when shared pages are about to be written; whoever has memory copies it."""
 
-    def _get(self, seq: int) -> _Sequence:
-        sequence = self._live.get(seq)
-        if sequence is None:
-            raise UnknownSequenceError("seq", seq, f"one of {self.sequences}")
-        return sequence
+    def _id(self, seq: int) -> int:
+        """The id of a live sequence as a plain integer."""
+        row = whole(seq)
+        if row is None or row not in self._live:
+            raise UnknownSequenceError("seq", repr(seq), f"one of {self.sequences}")
+        return row
 
-    def _distinct(self, name: str, seqs: Sequence[int]) -> None:
-        for seq in seqs:
-            self._get(seq)
-        if len(set(seqs)) != len(seqs):
-            raise DuplicateSequenceError(name, seqs, "each id once")
+    def _get(self, seq: int) -> _Sequence:
+        return self._live[self._id(seq)]
+
+    def _distinct(self, name: str, seqs: Sequence[int]) -> list[int]:
+        rows = [self._id(seq) for seq in seqs]
+        if len(set(rows)) != len(rows):
+            raise DuplicateSequenceError(name, rows, "each id once")
+        return rows
+
+    def _counts(self, new: TokenCounts) -> list[tuple[int, int]]:
+        """New tokens of live sequences, by ids in plain integers."""
+        counts = token_counts(new)
+        rows = self._distinct("new", [seq for seq, _ in counts])
+        return list(zip(rows, (tokens for _, tokens in counts), strict=True))
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -468,30 +474,3 @@ def _mirror(cells: array[int], shape: tuple[int, ...], device: torch.device) -> 
     mirror = object.__new__(_Mirror)
     mirror._hold(array("i", cells), shape, device)
     return mirror
-
-
-def positive(name: str, value: int) -> int:
-    """``value``, if it can be the size of a cache."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CacheSizeError(name, repr(value), "an integer of at least 1")
-    return value
-
-
-def _count(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < 0:
-        raise TokenCountError(name, repr(value), "an integer of at least 0")
-    return index(value)
-
-
-def _token_counts(new: TokenCounts) -> list[tuple[int, int]]:
-    pairs = new.items() if isinstance(new, Mapping) else new
-    try:
-        counts = [(seq, index(count)) for seq, count in pairs]
-        named = dict(counts)
-    except (TypeError, ValueError):
-        raise TokenCountError("new", new, "{seq: count} or (seq, count) pairs") from None
-    if any(count < 0 for count in named.values()):
-        raise TokenCountError("new", counts, "counts of at least 0")
-    if len(named) != len(counts):
-        raise DuplicateSequenceError("new", counts, "each id once")
-    return counts

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cache_tools import check_books, extend, make_cache, read, state
@@ -25,6 +26,8 @@ def busy() -> Iterator[PagedKVCache]:
     yield cache
     check_books(cache)
 
+
+NEW = torch.zeros(2, 1, 9, 1, 2)  # k and v of nine tokens, for which there is no room yet
 
 MISTAKES: list[tuple[type[KvattnError], str, Callable[[Any], object]]] = [
     (cache_kinds.OutOfPagesError, "new", lambda c: c.reserve({0: 15, 1: 14})),
@@ -70,6 +73,36 @@ MISTAKES: list[tuple[type[KvattnError], str, Callable[[Any], object]]] = [
         "new",
         lambda c: c.append(0, torch.zeros(2, 14, 1, 2), torch.zeros(2, 14, 1, 2), [0, 1]),
     ),
+    *(
+        (cache_kinds.UnknownSequenceError, "seq", act)
+        for act in (
+            *(lambda c, bad=bad: c.free(bad) for bad in (1.0, True, [1, 0.0], None, [[1]])),
+            *(lambda c, bad=bad: c.truncate(bad, 0) for bad in (1.0, [1], True)),
+            *(lambda c, bad=bad: c.commit({bad: 0}) for bad in (1.0, True)),
+            *(lambda c, bad=bad: c.view([bad]) for bad in (0.0, [0], "0")),
+            lambda c: c.fork([0]),
+            lambda c: c.length({}),
+            lambda c: c.common_prefix(None),
+            lambda c: c.reorder([0], [[1]]),
+            lambda c: c.append(0, *NEW, 1.0),
+        )
+    ),
+    *(
+        (cache_kinds.ReorderError, "indices", lambda c, bad=bad: c.reorder(bad))
+        for bad in ([0, 0.5], [0.0, 1.0], [True, 0], None, 1, [[0], 1], torch.tensor(1))
+    ),
+    *(
+        (cache_kinds.LayerIndexError, "layer", lambda c, bad=bad: c.k(bad))
+        for bad in (None, 1.0, True, "0", [0], torch.zeros(2), torch.ones((), device="meta"))
+    ),
+    (cache_kinds.TokenCountError, "new", lambda c: c.reserve({0: True})),
+    (cache_kinds.TokenCountError, "count", lambda c: c.allocate(torch.zeros(2))),
+    (cache_kinds.TokenCountError, "count", lambda c: c.allocate(torch.ones((), device="meta"))),
+    (kinds.NotATensorError, "k", lambda c: c.append(0, None, NEW[1], 0)),
+    (kinds.NotATensorError, "v", lambda c: c.append(0, NEW[0], [1.0], 0)),
+    (kinds.HeadDimError, "k", lambda c: c.append(0, torch.zeros(1, 9, 1, 3), NEW[1], 0)),
+    (kinds.NewTokenCountError, "v", lambda c: c.append(0, NEW[0], NEW[1][:, :1], 0)),
+    (kinds.NewTokenDtypeError, "k", lambda c: c.append(0, NEW[0].long(), NEW[1], 0)),
     (cache_kinds.CacheSizeError, "num_pages", lambda _: make_cache(num_pages=0)),
     (cache_kinds.CacheSizeError, "page_size", lambda _: make_cache(page_size=1.0)),
     (cache_kinds.CacheSizeError, "max_batch", lambda _: make_cache(max_batch=True)),
@@ -108,6 +141,15 @@ def test_a_mistake_is_named_and_changes_nothing(
         assert part in str(caught.value)
     assert state(busy) == before
     assert [read(busy, seq) for seq in (0, 1)] == contents
+
+
+def test_ids_of_any_integer_kind_come_back_as_plain_ones(busy: PagedKVCache) -> None:
+    busy.truncate(torch.tensor(1), np.int64(2))  # type: ignore[arg-type]
+    busy.free(np.array([1, 0]))
+    assert [type(seq) for seq in busy.allocate(4)] == [int] * 4
+    assert np.int32(3) in busy
+    assert 3.0 not in busy
+    assert [3] not in busy
 
 
 def test_a_full_batch_takes_no_fork(busy: PagedKVCache) -> None:

@@ -52,7 +52,7 @@ FLOORS = (
     {"request"},
     {"checks", "option_checks", "values"},
     {"storage", "tables"},
-    {"kernels", "metadata", "mods", "norm", "pages", "peers", "quant", "rotary"},
+    {"counting", "kernels", "metadata", "mods", "norm", "pages", "peers", "quant", "rotary"},
     {"errors"},
 )
 
