@@ -280,6 +280,33 @@ def test_keys_of_an_encoder_do_not_go_into_pages(padded: bool) -> None:
             generate(model, batch, cache)
 
 
+@pytest.mark.parametrize("local", [6, 64])
+@pytest.mark.parametrize("name", ["Bert", "ModernBert"])
+def test_encoders(name: str, local: int) -> None:
+    sizes = {**PLAIN, "local_attention": local, "global_attn_every_n_layers": 2}
+    del sizes["num_key_value_heads"]
+    config = getattr(transformers, f"{name}Config")(**sizes, cls_token_id=1, sep_token_id=2)
+    torch.manual_seed(3)
+    model = randomised(transformers.AutoModelForMaskedLM.from_config(config))
+    model.set_attn_implementation("eager")
+    ids, visible = prompts(*RAGGED)
+    shown = visible.bool()
+    whole, padded = model(ids).logits, model(ids, attention_mask=visible).logits[shown]
+    enable(model)
+    assert torch.allclose(model(ids).logits, whole, atol=1e-4)
+    assert torch.allclose(model(ids, attention_mask=visible).logits[shown], padded, atol=1e-4)
+
+
+def test_a_window_both_ways() -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16)
+    index, layer = torch.arange(8), torch.nn.Identity()
+    near = (index - index[:, None]).abs() < 3
+    wanted, _ = attention(layer, query, key, key, near.expand(2, 1, 8, 8))
+    got, _ = attention(layer, query, key, key, None, is_causal=False, sliding_window=3)
+    assert torch.allclose(got, wanted, atol=1e-5)
+
+
 def test_something_else_than_a_model() -> None:
     for call in (enable, fuse, unfuse):
         with pytest.raises(NotAModelError, match=r"model: .*str"):

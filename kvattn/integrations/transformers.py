@@ -145,14 +145,14 @@ def attention(
     sliding_window = getattr(attention_mask, _WINDOW, sliding_window)
     attention_mask = padding_of(attention_mask)
     options: dict[str, Any] = {"softmax_scale": scaling}
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if sliding_window is not None:
-        options["window_size"] = (sliding_window - 1, 0)
+        options["window_size"] = (sliding_window - 1, 0 if causal else sliding_window - 1)
     if softcap:
         options["softcap"] = softcap
     if s_aux is not None:
         options["sinks"] = s_aux
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if layer is not None:
         return layer.attend(query, key, value, attention_mask, causal=causal, **options), None
     edges, key_edges = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
@@ -220,9 +220,9 @@ def mask(
     """The mask function behind attn_implementation "kvattn": as little mask as will do.
 
     Returns:
-        None where causality says everything; (batch, keys) bool where there is padding, room
-        behind the last key, or a window, which is noted on it; (batch, 1, queries, keys) bool for
-        any other pattern.
+        None where causality or its absence says everything; (batch, keys) bool where there is
+        padding, room behind the last key, or a window, which is noted on it; (batch, 1, queries,
+        keys) bool for any other pattern.
     """
     if hasattr(attention_mask, _END):
         return attention_mask  # generate has prepared it for a static cache
@@ -236,10 +236,13 @@ def mask(
             mask_function=mask_function,
             attention_mask=attention_mask,
             allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=kwargs.get("allow_is_bidirectional_skip", False),
+            local_size=kwargs.get("local_size"),
             use_vmap=use_vmap,
             device=device,
         )
-        setattr(grid, COLUMNS, attention_mask)
+        if grid is not None:
+            setattr(grid, COLUMNS, attention_mask)
         return grid
     end = int(q_offset) + q_length - kv_offset
     if attention_mask is not None:
