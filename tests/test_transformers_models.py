@@ -119,8 +119,8 @@ def test_any_model_with_its_own_caches(name: str) -> None:
     enable(model)
     assert torch.equal(generate(model, batch), wanted)
     assert torch.equal(generate(model, batch, use_cache=False), wanted)
-    if name == "Llama4Text" and installed() < (5, 18):
-        return  # that release cannot make its masks for a static cache
+    if name == "Llama4Text" and installed() < (5, 22):
+        return  # those releases cannot make its masks for a static cache
     assert torch.equal(generate(model, batch, cache_implementation="static"), wanted)
 
 
