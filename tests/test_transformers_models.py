@@ -315,6 +315,14 @@ def test_something_else_than_a_model() -> None:
         KvattnCache(build("GPT2", MODELS["GPT2"]))
 
 
+def test_a_compiled_model_is_one() -> None:
+    model, batch = build("Olmo2", MODELS["Olmo2"]), prompts(*RAGGED)
+    wanted, compiled = generate(model, batch), torch.compile(model, backend="eager")
+    enable(compiled)
+    assert model.config._attn_implementation == "kvattn"
+    assert torch.equal(generate(compiled, batch, KvattnCache(model.config)), wanted)
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [

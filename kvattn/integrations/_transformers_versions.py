@@ -49,7 +49,6 @@ from transformers import (  # noqa: E402
     AttentionInterface,
     AttentionMaskInterface,
     PreTrainedConfig,
-    PreTrainedModel,
 )
 from transformers.cache_utils import Cache, CacheLayerMixin  # noqa: E402
 from transformers.masking_utils import (  # noqa: E402
@@ -76,12 +75,12 @@ __all__ = [
 
 
 def the_model(model: Any) -> Any:
-    """The model itself, if it is one.
+    """The model itself, if it is one, or something compiled or wrapped that answers like it.
 
     Raises:
         NotAModelError: it is something else: a name, a pipeline, a config.
     """
-    if not isinstance(model, PreTrainedModel):
+    if not hasattr(model, "set_attn_implementation"):
         raise NotAModelError("model", type(model).__name__, "a PreTrainedModel")
     return model
 
