@@ -410,13 +410,17 @@ def flash_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over padded batches: q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv).
 
-    Arguments, errors and results as in `flash_attn_varlen_func`, without lengths.
+    Arguments, errors and results as in `flash_attn_varlen_func`, without lengths. A `softmax_scale`
+    of 0 is refused: it is FlashAttention-2's `dropout_p`, which has this place there.
 
     Example:
         >>> q, k, v = torch.randn(1, 3, 4, 16), torch.randn(1, 7, 2, 16), torch.randn(1, 7, 2, 16)
         >>> kvattn.flash_attn_func(q, k, v, causal=True).shape
         torch.Size([1, 3, 4, 16])
     """
+    if isinstance(softmax_scale, int | float) and softmax_scale == 0:
+        fix = "the fourth argument is softmax_scale, as in FA3; name FA2's: dropout_p=0.0"
+        raise E.SoftmaxScaleError("softmax_scale", softmax_scale, "None or another number", fix)
     return flash_attn_varlen_func(
         q,
         k,

@@ -70,6 +70,7 @@ def shape(tensor: Tensor) -> str:
     return f"shape {tuple(tensor.shape)}"
 
 
+_FA2_ORDER = "the order is FA3's: pass FA2's dropout_p, rotary_cos and what follows them by name"
 _TENSOR_NAMES = (
     *("q", "k_cache", "v_cache", "k", "v", "qv", "rotary_cos", "rotary_sin", "cache_seqlens"),
     *("cache_batch_idx", "cache_leftpad", "page_table", "cu_seqlens_q", "cu_seqlens_k"),
@@ -91,7 +92,8 @@ def _tensors(raw: Any) -> None:
         if not isinstance(tensor, Tensor):
             if name in ("cache_seqlens", "common_prefix_len"):
                 continue  # a scalar, the former expanded in _lengths
-            raise E.NotATensorError(name, type(tensor).__name__, "a torch.Tensor or None")
+            fix = _FA2_ORDER if name == "seqused_q" and isinstance(tensor, float) else None
+            raise E.NotATensorError(name, type(tensor).__name__, "a torch.Tensor or None", fix)
         if device is None:
             device, first = tensor.device, name
         else:
@@ -131,7 +133,8 @@ def _query(raw: Any) -> None:
         if tensor.dtype not in WIDE and tensor.dtype not in quant.FP8:
             raise E.QueryDtypeError(name, str(tensor.dtype), "16, 32 or 64-bit floats or FP8")
         if tensor.dim() != rank:
-            raise E.QueryRankError(name, shape(tensor), f"{rank} dimensions here")
+            fix = _FA2_ORDER if name == "qv" and tensor.dim() == 2 else None
+            raise E.QueryRankError(name, shape(tensor), f"{rank} dimensions here", fix)
     if raw.qv is not None and raw.q is not None:
         if raw.qv.shape[:-1] != raw.q.shape[:-1]:
             allowed = f"{tuple(raw.q.shape[:-1])} plus the value head dimension"

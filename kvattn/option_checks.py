@@ -288,13 +288,22 @@ def _seen(tensor: Tensor) -> str:
     return f"{tensor.dtype}, shape {tuple(tensor.shape)}"
 
 
+def _callable_of(mask: Any) -> str | None:
+    """What to write for a mask that is no callable."""
+    if isinstance(mask, Tensor):
+        return "read it in a function: mask_mod=lambda b, h, q_idx, kv_idx: mask[q_idx, kv_idx]"
+    if callable(getattr(mask, "mask_mod", None)):  # FlexAttention's BlockMask
+        return f"pass its function: mask_mod=x.mask_mod for the {type(mask).__name__} x"
+    return None
+
+
 def _mods(raw: Any) -> None:
     for name, sizes in _SIZES.items():
         mod = getattr(raw, name)
         if mod is None:
             continue
         if not callable(mod):
-            raise E.ModCallableError(name, type(mod).__name__, "a callable")
+            raise E.ModCallableError(name, type(mod).__name__, "a callable", _callable_of(mod))
         if mod_arity(mod) not in sizes:
             got = f"{mod_arity(mod)} arguments"
             raise E.ModCallableError(name, got, " or ".join(map(str, sizes)))
@@ -332,6 +341,12 @@ def _sparse(raw: Any, count: int) -> None:
         raw.block_sparse = _blocks(raw.block_sparse_tensors, lead, count)
 
 
+_FROM_FLEX = (
+    "for a BlockMask x pass mask_mod=x.mask_mod and BlockSparse(x.kv_num_blocks, x.kv_indices, "
+    "x.full_kv_num_blocks, x.full_kv_indices, x.BLOCK_SIZE)"
+)
+
+
 def _blocks(given: Any, lead: Tensor, count: int) -> BlockSparse:
     """A `BlockSparse` or its likeness, field by field."""
     fields: dict[str, Any] = {name: getattr(given, name, None) for name in BlockSparse._fields}
@@ -347,7 +362,8 @@ def _blocks(given: Any, lead: Tensor, count: int) -> BlockSparse:
         for name, tensor, rank in (("cnt", counts, 3), ("idx", indices, 4)):
             if not isinstance(tensor, Tensor):
                 got = f"{prefix}_block_{name} {type(tensor).__name__} in {type(given).__name__}"
-                raise _block_error(got, "a kvattn.BlockSparse or its likeness")
+                fix = _FROM_FLEX if hasattr(given, "kv_num_blocks") else None
+                raise _block_error(got, "a kvattn.BlockSparse or its likeness", fix)
             got = f"{prefix}_block_{name} {_seen(tensor)} on {tensor.device}"
             if tensor.dtype != torch.int32 or tensor.dim() != rank or tensor.device != lead.device:
                 raise _block_error(got, f"int32 with {rank} dims on {lead.device}")
@@ -361,5 +377,5 @@ def _blocks(given: Any, lead: Tensor, count: int) -> BlockSparse:
     return BlockSparse(**fields)
 
 
-def _block_error(got: str, allowed: str) -> E.BlockSparseError:
-    return E.BlockSparseError("block_sparse_tensors", got, allowed)
+def _block_error(got: str, allowed: str, fix: str | None = None) -> E.BlockSparseError:
+    return E.BlockSparseError("block_sparse_tensors", got, allowed, fix)

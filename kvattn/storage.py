@@ -35,7 +35,7 @@ class PageStorage:
         descales: tuple[Scale, Scale] = (None, None),
         token_descale: bool = False,
     ) -> None:
-        _check_dtype(dtype, descales, token_descale)
+        check_storage(dtype, descales, token_descale)
         self._layers, self._heads, self._device = layers, slots[2], device
         # One allocation each: a compiler copies caches that are views of one buffer before a write.
         self._pools: list[Tensor] = []
@@ -84,8 +84,15 @@ class PageStorage:
         return [row[None] for row in scales.expand(shape).contiguous()]
 
 
-def _check_dtype(dtype: torch.dtype, descales: tuple[Scale, Scale], token_descale: bool) -> None:
-    if dtype not in _FLOAT_DTYPES + _BYTE_DTYPES:
+def check_storage(
+    dtype: torch.dtype | None, descales: tuple[Scale, Scale], token_descale: bool
+) -> None:
+    """Whether a cache can be kept in this dtype and with these scales; None is a wide dtype.
+
+    Raises:
+        CacheStorageDtypeError, CacheDescaleError: it cannot.
+    """
+    if dtype is not None and dtype not in _FLOAT_DTYPES + _BYTE_DTYPES:
         names = ", ".join(str(allowed) for allowed in _FLOAT_DTYPES + _BYTE_DTYPES)
         raise CacheStorageDtypeError("dtype", repr(dtype), names)
     if token_descale and dtype not in _BYTE_DTYPES:

@@ -54,13 +54,19 @@ def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     prefix, sizes = CONFIGS[name]
     config = getattr(transformers, f"{prefix}Config")(**{**sizes, **changes})
     config._attn_implementation = "eager" if name in WITHOUT_SDPA else "sdpa"
-    model = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    return randomised(model).to(dtype)
+
+
+def randomised(model: Any) -> Any:
+    """The model with weights that make its logits differ clearly."""
+    model.eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
         if "q_norm" in name or "k_norm" in name:
             parameter.add_(torch.randn(parameter.shape), alpha=0.3)
         if parameter.dim() > 1 or parameter.shape == (4,):  # matrices and sinks
             parameter.normal_(0, 0.25 if parameter.dim() > 1 else 1.0)
-    return model.to(dtype)
+    return model
 
 
 def prompts(*lengths: int, width: int = 12) -> Prompts:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cache_tools import check_books, extend, make_cache, read, state
 
+from kvattn import append_kv
 from kvattn.cache import PagedKVCache
 from kvattn.errors import cache_kinds, kinds
 from kvattn.errors.base import KvattnError
@@ -180,3 +181,11 @@ def test_every_error_class_is_provoked() -> None:
     }
     assert concrete - {error for error, _, _ in MISTAKES} == {cache_kinds.CaptureError}
     assert len({kind.code for kind in concrete}) == len(concrete)
+
+
+def test_a_step_without_room_is_told_to_reserve(busy: PagedKVCache) -> None:
+    table, lengths = busy.view([1])
+    room = len(busy.pages(1)) * busy.page_size - busy.length(1)
+    new = torch.zeros(1, room + 1, busy.num_kv_heads, busy.head_dim, dtype=busy.dtype)
+    with pytest.raises(kinds.PageOutOfRangeError, match=r"reserve, after which view"):
+        append_kv(new, new, busy.k(0), busy.v(0), cache_seqlens=lengths, page_table=table)

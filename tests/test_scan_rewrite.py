@@ -187,6 +187,36 @@ def test_flashinfer_decode(made: dict[str, Any], run: str, layout: str) -> None:
     torch.testing.assert_close(got, torch.cat([out for out, _ in expected]))
 
 
+def test_wrappers_of_one_name_in_several_functions() -> None:
+    text = """
+    import flashinfer
+    def decode():
+        w = flashinfer.BatchDecodeWithPagedKVCacheWrapper(buffer)
+        w.plan(decode_indptr, indices, last, 4, 2, 16, 4)
+        def inner():
+            return w.run(q, pages)
+    class A:
+        def __init__(self):
+            self.w = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(buffer)
+        def forward(self):
+            return self.w.run(q, k, v)
+    class B:
+        def __init__(self):
+            self.w = w = flashinfer.BatchPrefillWithPagedKVCacheWrapper(buffer)
+            w.plan(edges, prefill_indptr, indices, last, 4, 2, 16, 4)
+            return w.run(q, pages)
+        def forward(self):
+            self.w.plan(edges, other_indptr, indices, last, 4, 2, 16, 4)
+            return self.w.run(q, pages)
+    """
+    found = calls(text)
+    names = ("DecodeWithPaged", "PrefillWithRagged", "PrefillWithPaged", "PrefillWithPaged")
+    assert [each.called for each in found] == [f"Batch{name}KVCacheWrapper" for name in names]
+    indptrs = ("decode_indptr", "KV_INDPTR", "prefill_indptr", "other_indptr")
+    for indptr, each in zip(indptrs, found, strict=True):
+        assert indptr in each.rewrite.code
+
+
 def test_flashinfer_prefill(made: dict[str, Any]) -> None:
     text = """
     from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper as W

@@ -349,6 +349,11 @@ def attention_weights() -> None:
     some_attention(output_attentions=True)
 
 
+def attention_weights_of_a_fused_layer() -> None:
+    model = build("llama")
+    forward(model, prompts(12)[0], cache_for(model, "fused"), output_attentions=True)
+
+
 def bias_with_softcap() -> None:
     model = build("gemma2")
     enable(model)
@@ -381,6 +386,7 @@ def gradients() -> None:
         (dropout_in_a_fused_layer, AttentionArgumentError, "dropout"),
         (position_bias, AttentionArgumentError, "position_bias"),
         (attention_weights, AttentionArgumentError, "output_attentions"),
+        (attention_weights_of_a_fused_layer, AttentionArgumentError, "output_attentions"),
         (bias_with_softcap, AttentionArgumentError, "softcap"),
         (gradients, RequiresGradError, "requires_grad"),
     ],

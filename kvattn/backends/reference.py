@@ -16,6 +16,7 @@ from torch import Tensor
 from kvattn import errors as E
 from kvattn import quant
 from kvattn.backends import prefix
+from kvattn.errors.mod_kinds import ModBranchError
 from kvattn.norm import rms_norm
 from kvattn.option_checks import mod_arity
 from kvattn.plan import Plan
@@ -419,7 +420,8 @@ def _mod(
         result = torch.as_tensor(mod(*args), device=device).expand(shape)
     except (IndexError, RuntimeError) as error:
         got = f"{type(error).__name__}: {error}"
-        raise E.ModResultError(name, got, allowed) from error
+        fix = ModBranchError.fix if "Boolean value of Tensor" in got else None
+        raise E.ModResultError(name, got, allowed, fix) from error
     if score is None and result.dtype is not torch.bool:
         raise E.ModResultError(name, f"a result of {result.dtype}", "torch.bool")
     return result

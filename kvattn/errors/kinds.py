@@ -240,7 +240,10 @@ class PageOutOfRangeError(ArgumentIndexError):
 
     code = "KV134"
     problem = "a page id within the used length is outside the pool"
-    fix = "fill the table up to ceil(length / page_size) entries per row with valid page ids"
+    fix = (
+        "fill the table up to ceil(length / page_size) entries per row with valid page ids; a "
+        "PagedKVCache does so in reserve, after which view gives the table"
+    )
 
 
 class BatchIndexRangeError(ArgumentIndexError):

@@ -97,7 +97,7 @@ class DescaleError(ArgumentValueError):
 
 
 class SoftmaxScaleError(ArgumentValueError):
-    """softmax_scale is not a number, NaN or infinite."""
+    """softmax_scale is not a number, NaN or infinite, or 0 where FA2 has its dropout."""
 
     code = "KV150"
     problem = "softmax_scale must be a finite number"

@@ -29,6 +29,22 @@ class ModelConfigError(ArgumentValueError):
     fix = "leave the cache out: attn_implementation='kvattn' works with Transformers' own caches"
 
 
+class NotAModelError(ArgumentTypeError):
+    """Something else was passed for a model, or for its config."""
+
+    code = "KV414"
+    problem = "a model of Transformers or its config is needed"
+    fix = "load it with AutoModelForCausalLM.from_pretrained(path); its config is model.config"
+
+
+class OwnAttentionError(ArgumentTypeError):
+    """The model has no attention function that could be chosen."""
+
+    code = "KV413"
+    problem = "attention can only be chosen for a model that asks Transformers for it"
+    fix = "keep the model's own attention, or call flash_attn_with_kvcache in its code"
+
+
 class AttentionNotEnabledError(ArgumentValueError):
     """KvattnCache was handed to a model whose attention is not kvattn's."""
 
@@ -52,7 +68,7 @@ class PaddingError(ArgumentValueError):
     problem = "the padding cannot be left out of the cache"
     fix = (
         "pad on the left (tokenizer.padding_side = 'left'), and pass the mask of all columns so "
-        "far, the old ones unchanged"
+        "far, the old ones unchanged; call cache.reset() before another prompt"
     )
 
 

@@ -124,24 +124,44 @@ class Step:
         }
 
 
+def check_mask(mask: Tensor, query: Tensor, keys: int, least: int = 1) -> None:
+    """A mask must fit (batch, queries, heads, dim) queries and that many keys.
+
+    Raises:
+        AttentionArgumentError: it does not; a mask over queries and keys may have sizes of 1, but
+            not less than ``least`` keys.
+    """
+    batch, queries, heads, _ = query.shape
+    shape, full = tuple(mask.shape), (batch, heads, queries, keys)
+    if len(shape) == 2:
+        fits = shape == (batch, keys)
+    else:
+        spread = zip(shape, full, strict=False)
+        fits = len(shape) == 4 and all(size in (1, wanted) for size, wanted in spread)
+        fits = fits and shape[3] >= least
+    if not fits:
+        allowed = f"{(batch, keys)}, or what torch would expand to {full}"
+        raise AttentionArgumentError("attention_mask", f"shape {shape}", allowed)
+
+
 def grid_mods(
     mask: Tensor,
     capped: bool,
     skipped: Sequence[int] | None = None,
     hidden: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """The mods for a mask of shape (1 | batch, 1 | heads, queries, keys), bool or additive.
+    """The mods for a bool or additive mask over (batch, heads, queries, keys); any may be 1.
 
     The first ``skipped`` queries and ``hidden`` keys of each row of the mask do not exist.
     """
-    rows, heads = mask.shape[0] > 1, mask.shape[1] > 1
+    rows, heads, queries, keys = (size > 1 for size in mask.shape)
     q_first = None if skipped is None else torch.tensor(skipped, device=mask.device)
     k_first = None if hidden is None else torch.tensor(hidden, device=mask.device)
 
     def cells(grid: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         if q_first is not None and k_first is not None:
             q, k = q + q_first[b], k + k_first[b]
-        return grid[b if rows else 0, h if heads else 0, q, k]
+        return grid[b if rows else 0, h if heads else 0, q if queries else 0, k if keys else 0]
 
     if mask.dtype == torch.bool:
         return {"mask_mod": partial(cells, mask)}
@@ -186,6 +206,7 @@ class Sequences:
         self.columns = 0
         self.count = 0  # steps begun
         self.step: Step | None = None
+        self.handed: int | None = None  # layer whose new tokens are on their way to attention
         self._solid = math.inf  # columns since some row had padding behind its first token
         self._kind: dict[str, Any] = {}
         self._memory: list[Memory] = []
@@ -195,7 +216,7 @@ class Sequences:
         if self.pages is not None:
             self.pages.reset()
         self.batch = self.columns = self.count = 0
-        self.step, self._solid = None, math.inf
+        self.step, self.handed, self._solid = None, None, math.inf
 
     def begin(self, key: Tensor, value: Tensor, mask: Tensor | None) -> Step:
         """Makes room for the step's tokens and counts them; mask is (batch, all columns) or None.

@@ -16,13 +16,16 @@ from kvattn.errors.transformers_kinds import (
     ModelConfigError,
     StepIncompleteError,
 )
-from kvattn.integrations._steps import Sequences, Step
-from kvattn.integrations._transformers_versions import Cache, CacheLayerMixin
-from kvattn.storage import Scale
+from kvattn.integrations._steps import Sequences, Step, check_mask
+from kvattn.integrations._transformers_versions import Cache, CacheLayerMixin, decoder_config
+from kvattn.storage import Scale, check_storage
+from kvattn.tables import positive
 
 NAME = "kvattn"
 COLUMNS = "_kvattn_columns"  # on a mask over queries and keys: the (batch, columns) mask behind it
-_LAYER = "_kvattn_layer"  # on new keys: the cache layer that they are meant for
+WHOLE = "_kvattn_whole"  # on a (batch, columns) mask: it hides nothing
+_LAYER = "_kvattn_layer"  # on new keys and values: the cache layer that they are meant for
+_AS_STORED = "layers that attend once, to the very tensors that they store"
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
@@ -62,10 +65,16 @@ class KvattnLayer(CacheLayerMixin):
         Returns:
             (batch, columns, heads, value dim); 0 in padding columns.
         """
+        mask = padding_of(mask)
         grid = mask if mask is not None and mask.dim() == 4 else None
+        if grid is not None:
+            begins = self.steps == self.sequences.count
+            columns = self.sequences.columns + (key.shape[1] if begins else 0)
+            # One column would not mean all of them, but a model that saw its new keys only.
+            check_mask(grid, query, columns, least=columns)
         step = self._join(key, value, mask if grid is None else getattr(grid, COLUMNS, None))
         k_cache, v_cache, descales = step.memory[self.index]
-        options["causal"] = True
+        options.setdefault("causal", True)
         if rotary is not None:
             options |= step.rotary(*rotary)
         if grid is not None:
@@ -136,8 +145,12 @@ class KvattnLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Hands itself to the attention function with the new keys, which go there untouched."""
+        """Hands itself to the attention function with the new tokens, which go there untouched."""
+        if self.sequences.handed is not None:
+            raise ModelConfigError("cache", _changed(self.sequences.handed), _AS_STORED)
+        self.sequences.handed = self.index
         setattr(key_states, _LAYER, self)
+        setattr(value_states, _LAYER, self)
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -153,9 +166,35 @@ class KvattnLayer(CacheLayerMixin):
         return -1
 
 
-def layer_of(key: Tensor) -> KvattnLayer | None:
-    """The layer that KvattnCache.update marked these keys with."""
-    return getattr(key, _LAYER, None)
+def receiver(query: Tensor, key: Tensor, value: Tensor) -> KvattnLayer | None:
+    """The layer whose update handed out these keys and values; None if no KvattnCache did.
+
+    Raises:
+        ModelConfigError: they are not what it was given, or not for the first time, or those of an
+            encoder.
+    """
+    layer: KvattnLayer | None = getattr(key, _LAYER, None)
+    other: KvattnLayer | None = getattr(value, _LAYER, None)
+    known = layer or other
+    if known is None:
+        return None
+    if layer is not other or known.sequences.handed != known.index:
+        raise ModelConfigError("cache", _changed(known.index), _AS_STORED)
+    known.sequences.handed = None
+    if key.shape[2] != query.shape[2]:
+        got = f"layer {known.index}, which attends to {key.shape[2]} keys of an encoder"
+        fix = "pass EncoderDecoderCache(KvattnCache(model.config), DynamicCache())"
+        raise ModelConfigError("cache", got, "self-attention", fix)
+    return known
+
+
+def _changed(layer: int) -> str:
+    return f"layer {layer}, which attends to other keys or values than those that it stores"
+
+
+def padding_of(mask: Tensor | None) -> Tensor | None:
+    """The mask, if it hides anything."""
+    return None if getattr(mask, WHOLE, False) else mask
 
 
 class KvattnCache(Cache):
@@ -199,8 +238,12 @@ class KvattnCache(Cache):
         token_descale: bool = False,
         call: Callable[..., Any] = flash_attn_with_kvcache,
     ) -> None:
-        decoder = config.get_text_config(decoder=True)
+        decoder = decoder_config(config)
         _check_layers(decoder)
+        positive("page_size", page_size)
+        if num_pages is not None:
+            positive("num_pages", num_pages)
+        check_storage(dtype, (k_descale, v_descale), token_descale)
         sequences = Sequences(
             decoder.num_hidden_layers,
             getattr(decoder, "sliding_window", None) is not None,

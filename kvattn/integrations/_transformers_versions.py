@@ -9,7 +9,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from kvattn.errors.transformers_kinds import TransformersNotInstalledError, TransformersTooOldError
+from kvattn.errors.transformers_kinds import (
+    NotAModelError,
+    TransformersNotInstalledError,
+    TransformersTooOldError,
+)
 
 OLDEST = (5, 17)
 
@@ -41,7 +45,11 @@ def _name(release: tuple[int, int]) -> str:
 CACHE_ARGUMENT = "cache" if installed() >= (5, 24) else "past_key_values"
 
 
-from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
+from transformers import (  # noqa: E402
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+)
 from transformers.cache_utils import Cache, CacheLayerMixin  # noqa: E402
 from transformers.masking_utils import (  # noqa: E402
     causal_mask_function,
@@ -58,10 +66,35 @@ __all__ = [
     "CacheLayerMixin",
     "cache_of",
     "causal_mask_function",
+    "decoder_config",
     "installed",
     "sdpa_mask",
     "sliding_window_causal_mask_function",
+    "the_model",
 ]
+
+
+def the_model(model: Any) -> Any:
+    """The model itself, if it is one, or something compiled or wrapped that answers like it.
+
+    Raises:
+        NotAModelError: it is something else: a name, a pipeline, a config.
+    """
+    if not hasattr(model, "set_attn_implementation"):
+        raise NotAModelError("model", type(model).__name__, "a PreTrainedModel")
+    return model
+
+
+def decoder_config(config: Any) -> PreTrainedConfig:
+    """The config of the model's text decoder.
+
+    Raises:
+        NotAModelError: there is no config.
+    """
+    if not isinstance(config, PreTrainedConfig):
+        raise NotAModelError("config", type(config).__name__, "a PreTrainedConfig, as model.config")
+    decoder: PreTrainedConfig = config.get_text_config(decoder=True)
+    return decoder
 
 
 def cache_of(keywords: Mapping[str, Any]) -> Any:

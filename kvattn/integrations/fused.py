@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvattn.errors.transformers_kinds import UnsupportedModelError
+from kvattn.errors.transformers_kinds import AttentionArgumentError, UnsupportedModelError
 from kvattn.integrations._transformers_cache import KvattnCache
 from kvattn.integrations._transformers_versions import cache_of
 
@@ -183,6 +183,8 @@ def _forward(
         return type(layer).forward(
             layer, hidden_states, position_embeddings, attention_mask, **kwargs
         )
+    if kwargs.get("output_attentions"):
+        raise AttentionArgumentError("output_attentions", True, "False")
     q, k, v = family.project(layer, hidden_states)
     if family.norm is not None:
         norms = _norms(layer.q_norm, layer.k_norm, family.norm)

@@ -17,11 +17,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvattn import flash_attn_with_kvcache
-from kvattn.errors.transformers_kinds import AttentionArgumentError
+from kvattn import flash_attn_varlen_func, flash_attn_with_kvcache
+from kvattn.errors.transformers_kinds import AttentionArgumentError, OwnAttentionError
 from kvattn.integrations import fused
-from kvattn.integrations._steps import grid_mods
-from kvattn.integrations._transformers_cache import COLUMNS, NAME, KvattnCache, layer_of
+from kvattn.integrations._steps import check_mask, grid_mods
+from kvattn.integrations._transformers_cache import (
+    COLUMNS,
+    NAME,
+    WHOLE,
+    KvattnCache,
+    padding_of,
+    receiver,
+)
 from kvattn.integrations._transformers_versions import (
     CACHE_ARGUMENT,
     AttentionInterface,
@@ -29,16 +36,24 @@ from kvattn.integrations._transformers_versions import (
     causal_mask_function,
     sdpa_mask,
     sliding_window_causal_mask_function,
+    the_model,
 )
 
 __all__ = ["CACHE_ARGUMENT", "KvattnCache", "attention", "enable", "fuse", "mask", "unfuse"]
 
 _END = "_kvattn_end"  # on a (batch, keys) mask: how many keys there are, whatever room is behind
 _SPANS = "_kvattn_spans"  # on the same: what _spans found in it
+_WINDOW = "_kvattn_window"  # on the same: how many keys a row sees, itself included
+# What only other attention functions of Transformers take: which keys are seen, sinks of queries.
+_UNKNOWN = ("position_bias", "indices", "block_indices", "sinks")
 
 
 def enable(model: Any = None) -> None:
     """Registers attn_implementation "kvattn", and switches ``model`` to it if one is given.
+
+    Raises:
+        OwnAttentionError: the model computes its attention itself (Falcon, MPT, BLOOM, ...), so it
+            cannot be switched.
 
     Example:
         >>> enable()
@@ -46,8 +61,12 @@ def enable(model: Any = None) -> None:
     """
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
-    if model is not None:
-        model.set_attn_implementation(NAME)
+    if model is None:
+        return
+    the_model(model).set_attn_implementation(NAME)
+    if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
+        got = f"{type(model).__name__}, which computes its attention itself"
+        raise OwnAttentionError("model", got, "a model that takes attn_implementation")
 
 
 def fuse(model: Any) -> None:
@@ -68,7 +87,7 @@ def fuse(model: Any) -> None:
         >>> model.generate(**inputs, cache=KvattnCache(model.config))
         >>> unfuse(model)
     """
-    layers = fused.layers_of(model)
+    layers = fused.layers_of(the_model(model))
     before = model.config._attn_implementation
     enable(model)
     fused.install(model, layers, before)
@@ -76,7 +95,7 @@ def fuse(model: Any) -> None:
 
 def unfuse(model: Any) -> None:
     """Gives the layers their own forward back, and the model the attention it had before `fuse`."""
-    before = fused.remove(model)
+    before = fused.remove(the_model(model))
     if before is not None:
         model.set_attn_implementation(before)
 
@@ -93,7 +112,6 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
     output_attentions: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -106,7 +124,8 @@ def attention(
         attention_mask: what `mask` returned, or a mask over (batch, heads, queries, keys).
         scaling: softmax scale; None means ``dim ** -0.5``.
         dropout: must be 0.
-        sliding_window: a row sees this many keys, itself included.
+        sliding_window: a row sees this many keys, itself included. What a mask of `mask` says of
+            it comes first, as it does in attention that knows nothing but the mask.
         softcap: None or 0 for none.
         s_aux: (heads,) sinks.
 
@@ -114,31 +133,50 @@ def attention(
         (batch, columns, heads, value dim), and None for the weights.
 
     Raises:
-        AttentionArgumentError: dropout, a position bias, or attention weights are asked for.
+        AttentionArgumentError: dropout, attention weights, a position bias or chosen keys are
+            asked for, or the mask does not fit.
     """
-    if dropout or output_attentions or position_bias is not None:
+    layer = receiver(query, key, value)
+    if dropout or output_attentions:
         _refuse(dropout, output_attentions)
+    for name in _UNKNOWN:
+        if kwargs.get(name) is not None:
+            raise AttentionArgumentError(name, "a tensor", "None")
+    sliding_window = getattr(attention_mask, _WINDOW, sliding_window)
+    attention_mask = padding_of(attention_mask)
     options: dict[str, Any] = {"softmax_scale": scaling}
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if sliding_window is not None:
-        options["window_size"] = (sliding_window - 1, 0)
+        options["window_size"] = (sliding_window - 1, 0 if causal else sliding_window - 1)
     if softcap:
         options["softcap"] = softcap
     if s_aux is not None:
         options["sinks"] = s_aux
-    layer = layer_of(key)
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if layer is not None:
-        return layer.attend(query, key, value, attention_mask, **options), None
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        return layer.attend(query, key, value, attention_mask, causal=causal, **options), None
+    edges, key_edges = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    if attention_mask is None and edges is not None and key_edges is not None:
+        return _packed(query, key, value, edges, key_edges, causal=causal, **options), None
     return _whole(query, key, value, attention_mask, causal, options), None
 
 
 def _refuse(dropout: float, output_attentions: bool | None) -> None:
     if dropout:
         raise AttentionArgumentError("dropout", dropout, "0", "call model.eval()")
-    if output_attentions:
-        raise AttentionArgumentError("output_attentions", True, "False")
-    raise AttentionArgumentError("position_bias", "a tensor", "None")
+    raise AttentionArgumentError("output_attentions", True, "False")
+
+
+def _packed(
+    query: Tensor, key: Tensor, value: Tensor, edges: Tensor, key_edges: Tensor, **options: Any
+) -> Tensor:
+    """Attention within sequences that lie one behind the other in a batch of one row."""
+    if query.shape[0] != 1:
+        got = f"a batch of {query.shape[0]} rows"
+        raise AttentionArgumentError("cu_seq_lens_q", got, "one row that holds all sequences")
+    q, k, v = query[0], key[0], value[0]
+    out: Any = flash_attn_varlen_func(q, k, v, edges.int(), key_edges.int(), **options)
+    return out[None]
 
 
 def _whole(
@@ -151,6 +189,8 @@ def _whole(
 ) -> Tensor:
     """Attention over keys that are all there, as Transformers' own caches return them."""
     options["causal"] = causal
+    if attention_mask is not None:
+        check_mask(attention_mask, query, key.shape[1])
     if attention_mask is not None and attention_mask.dim() == 4:
         del options["causal"]  # the mask says it, and the window
         options.pop("window_size", None)
@@ -180,12 +220,13 @@ def mask(
     """The mask function behind attn_implementation "kvattn": as little mask as will do.
 
     Returns:
-        None where causality and window say everything; (batch, keys) bool where there is padding
-        or room behind the last key; (batch, 1, queries, keys) bool for any other pattern.
+        None where causality or its absence says everything; (batch, keys) bool where there is
+        padding, room behind the last key, or a window, which is noted on it; (batch, 1, queries,
+        keys) bool for any other pattern.
     """
     if hasattr(attention_mask, _END):
         return attention_mask  # generate has prepared it for a static cache
-    if _anatomy(mask_function) not in _PLAIN:
+    if _reads_masks(kwargs.get("config")) or _anatomy(mask_function) not in _PLAIN:
         grid = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -195,23 +236,31 @@ def mask(
             mask_function=mask_function,
             attention_mask=attention_mask,
             allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=kwargs.get("allow_is_bidirectional_skip", False),
+            local_size=kwargs.get("local_size"),
             use_vmap=use_vmap,
             device=device,
         )
-        setattr(grid, COLUMNS, attention_mask)
+        if grid is not None:
+            setattr(grid, COLUMNS, attention_mask)
         return grid
     end = int(q_offset) + q_length - kv_offset
-    if attention_mask is None:
-        if end == kv_length:
-            return None
-        attention_mask = torch.ones((batch_size, end), dtype=torch.bool, device=device)
-    else:
+    if attention_mask is not None:
         attention_mask = attention_mask[:, kv_offset : kv_offset + end]
-        if end == kv_length and attention_mask.shape[1] == end and bool(attention_mask.all()):
-            return None
+        whole = end == kv_length == attention_mask.shape[1] and bool(attention_mask.all())
+    else:
+        whole = end == kv_length
+    window = kwargs.get("local_size")
+    if whole and (window is None or window >= kv_length):
+        return None
+    if attention_mask is None:
+        attention_mask = torch.ones((batch_size, end), dtype=torch.bool, device=device)
     room = kv_length - attention_mask.shape[1]
     visible = torch.nn.functional.pad(attention_mask, (0, room)).contiguous()
     setattr(visible, _END, end)
+    setattr(visible, WHOLE, whole)
+    if window is not None:
+        setattr(visible, _WINDOW, window)
     return visible
 
 
@@ -247,6 +296,13 @@ def _spans(visible: Tensor) -> Spans:
         )
         setattr(visible, _SPANS, spans)
     return spans
+
+
+def _reads_masks(config: Any) -> bool:
+    """Whether the model computes with its masks, so that it needs them over queries and keys."""
+    if getattr(config, "model_type", None) == "doge" or hasattr(config, "index_topk"):
+        return True
+    return "indexed_attention" in (getattr(config, "layer_types", None) or ())
 
 
 def _anatomy(function: Any) -> tuple[Any, ...]:

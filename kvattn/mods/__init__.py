@@ -126,8 +126,8 @@ def interval(mask_mod: Mod | None = None, *, lo: Mod | None = None, hi: Mod | No
         ModCallableError: mask_mod takes another number of arguments.
 
     Example:
-        >>> start, document = offsets[ids], ids  # of packed documents
-        >>> mask = interval(lambda b, h, q, k: q >= k, lo=lambda b, h, q: start[q])
+        >>> start = torch.tensor([0, 0, 0, 3, 3])  # where the document of each token begins
+        >>> mask = kvattn.mods.interval(lambda b, h, q, k: q >= k, lo=lambda b, h, q: start[q])
     """
     for name, bound in (("lo", lo), ("hi", hi)):
         if bound is not None and (not callable(bound) or arity(bound) not in (3, 5)):

@@ -24,7 +24,7 @@ def tanh_approx(x: Tensor) -> Tensor:
         A tensor like x.
 
     Example:
-        >>> softcap = lambda score, b, h, q, k: 20 * tanh_approx(score / 20)
+        >>> softcap = lambda score, b, h, q, k: 20 * kvattn.mods.tanh_approx(score / 20)
     """
     result: Tensor = torch.ops.kvattn.tanh_approx(x)
     return result

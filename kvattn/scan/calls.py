@@ -28,6 +28,7 @@ _RUNS = ("run", "forward", "run_return_lse", "forward_return_lse", "__call__")
 _PLANS = ("plan", "begin_forward")
 _PARTIALS = ("partial", "functools.partial")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_Definitions = tuple[ast.AST, ...]
 _BLOCKS = (ast.stmt, ast.excepthandler, ast.match_case)
 
 # Other libraries' names of kvattn's arguments.
@@ -109,7 +110,7 @@ def calls(source: Source, module: str = "") -> Iterator[Found]:
             if meaning is not None:
                 found = _function_call(node, meaning, wrappers)
             elif isinstance(node.func, ast.Attribute) and node.func.attr in _RUNS:
-                found = _run(node, wrappers.get(text_of(node.func.value)))
+                found = _run(node, wrappers.behind(node.func.value))
             if found is not None:
                 yield replace(found, place=place)
 
@@ -175,13 +176,11 @@ class _Names:
         return replace(inner, bound=bound, words={**inner.words, **words})
 
 
-def _function_call(
-    node: ast.Call, meaning: _Meaning, wrappers: Mapping[str, _Wrapper]
-) -> Found | None:
+def _function_call(node: ast.Call, meaning: _Meaning, wrappers: _Wrappers) -> Found | None:
     function = meaning.targets[0].rpartition(".")[2]
     libraries = [library_of(target) or "" for target in meaning.targets]
     if function in WRAPPERS:
-        runs = [wrapper.runs for wrapper in wrappers.values() if wrapper.node is node]
+        runs = [wrapper.runs for wrapper in wrappers.found.values() if wrapper.node is node]
         return None if any(runs) else _constructed(node, function)
     found = _bind(node, libraries, function, meaning)
     if found.library != "sglang":
@@ -218,23 +217,57 @@ def _bind(
     return Found(found, function, node, arguments, tuple(rest), guessed)
 
 
-def _wrappers(tree: ast.Module, names: _Names) -> dict[str, _Wrapper]:
-    """FlashInfer's wrapper objects by the name they are kept under, with their plans and runs."""
-    found: dict[str, _Wrapper] = {}
+class _Wrappers:
+    """FlashInfer's wrapper objects, by where their names are known and the names."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.around = _definitions_around(tree)
+        self.found: dict[tuple[_Definitions, str], _Wrapper] = {}
+
+    def key(self, node: ast.expr) -> tuple[_Definitions, str]:
+        """A plain name belongs to its function, one with dots (self.wrapper) to its class."""
+        around = self.around[node]
+        if not isinstance(node, ast.Name):
+            while around and not isinstance(around[-1], ast.ClassDef):
+                around = around[:-1]
+        return around, text_of(node)
+
+    def behind(self, node: ast.expr) -> _Wrapper | None:
+        """The object that a name stands for; looked for outwards."""
+        around, name = self.key(node)
+        within = (self.found.get((around[:size], name)) for size in range(len(around), -1, -1))
+        return next((wrapper for wrapper in within if wrapper is not None), None)
+
+
+def _definitions_around(tree: ast.Module) -> dict[ast.AST, _Definitions]:
+    """The functions and classes around every node, the outermost first."""
+    around: dict[ast.AST, _Definitions] = {}
+    waiting: list[tuple[ast.AST, _Definitions]] = [(tree, ())]
+    while waiting:
+        node, outer = waiting.pop()
+        around[node] = outer
+        inner = (*outer, node) if isinstance(node, _DEFINITIONS) else outer
+        waiting += [(child, inner) for child in ast.iter_child_nodes(node)]
+    return around
+
+
+def _wrappers(tree: ast.Module, names: _Names) -> _Wrappers:
+    """The wrappers of a file, with their plans and runs."""
+    wrappers = _Wrappers(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
             meaning = names.meaning(node.value.func)
             function = meaning.targets[0].rpartition(".")[2] if meaning else ""
             for target in node.targets if function in WRAPPERS else ():
-                found[text_of(target)] = _Wrapper(function, node.value)
-    for node in ast.walk(tree) if found else ():
+                wrappers.found[wrappers.key(target)] = _Wrapper(function, node.value)
+    for node in ast.walk(tree) if wrappers.found else ():
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            wrapper = found.get(text_of(node.func.value))
+            wrapper = wrappers.behind(node.func.value)
             if wrapper is not None and node.func.attr in _PLANS:
                 wrapper.plans.append(node)
             elif wrapper is not None and node.func.attr in _RUNS:
                 wrapper.runs.append(node)
-    return found
+    return wrappers
 
 
 def _run(node: ast.Call, wrapper: _Wrapper | None) -> Found | None:
