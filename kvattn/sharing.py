@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvattn import checks
 from kvattn import errors as E
-from kvattn.tables import positive
+from kvattn.counting import positive
 from kvattn.values import readable
 
 

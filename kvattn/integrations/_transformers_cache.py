@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvattn import flash_attn_with_kvcache
 from kvattn.cache import CacheStats, PagedKVCache
+from kvattn.counting import positive
 from kvattn.errors.transformers_kinds import (
     AttentionNotEnabledError,
     LayerShapeError,
@@ -19,7 +20,6 @@ from kvattn.errors.transformers_kinds import (
 from kvattn.integrations._steps import Sequences, Step, check_mask
 from kvattn.integrations._transformers_versions import Cache, CacheLayerMixin, decoder_config
 from kvattn.storage import Scale, check_storage
-from kvattn.tables import positive
 
 NAME = "kvattn"
 COLUMNS = "_kvattn_columns"  # on a mask over queries and keys: the (batch, columns) mask behind it
