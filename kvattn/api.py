@@ -309,6 +309,11 @@ def flash_attn_varlen_func(
         torch.Size([8, 4, 16])
     """
     _own_metadata(scheduler_metadata)
+    with_lse = _any(
+        return_attn_probs=return_attn_probs,
+        return_lse=return_lse,
+        return_softmax_lse=return_softmax_lse,
+    )
     result = _attend_varlen(
         q=q,
         k_cache=k,
@@ -335,7 +340,7 @@ def flash_attn_varlen_func(
         sm_margin=sm_margin,
         min_seqlen_k=min_seqlen_k,
         common_prefix_len=common_prefix_len,
-        return_lse=return_attn_probs or return_lse or return_softmax_lse,
+        return_lse=with_lse,
         sinks=_one(sinks=sinks, s_aux=s_aux, learnable_sink=learnable_sink),
         alibi_slopes=alibi_slopes,
         score_mod=score_mod,
@@ -354,7 +359,7 @@ def flash_attn_varlen_func(
         backend=backend,
         dropout_p=dropout_p,
     )
-    return result if return_attn_probs or return_lse or return_softmax_lse else result[0]
+    return result if with_lse else result[0]
 
 
 _VARLEN_NAMES = {"k_cache": "k", "v_cache": "v", "cache_seqlens": "seqused_k"}
@@ -454,7 +459,9 @@ def flash_attn_func(
         batch_invariant=batch_invariant,
         backend=backend,
         dropout_p=dropout_p,
-        return_lse=return_attn_probs or return_lse or return_softmax_lse,
+        return_attn_probs=return_attn_probs,
+        return_lse=return_lse,
+        return_softmax_lse=return_softmax_lse,
     )
 
 
@@ -478,6 +485,14 @@ def _one(**names: T | None) -> T | None:
     if len(given) > 1:
         raise E.AliasConflictError(given[1], f"{given[0]} and {given[1]}", "one of them")
     return names[given[0]] if given else None
+
+
+def _any(**flags: Any) -> bool:
+    """Whether one of some flags with the same meaning is set."""
+    for name, flag in flags.items():
+        if flag is not True and flag is not False:
+            raise E.FlagError(name, repr(flag), "True or False")
+    return any(flags.values())
 
 
 def _own_metadata(metadata: SchedulerMetadata | None) -> None:

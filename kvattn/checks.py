@@ -7,7 +7,6 @@ Every function takes the namespace of raw arguments that `Request.of` fills, and
 from __future__ import annotations
 
 import math
-import operator
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from kvattn import errors as E
 from kvattn import option_checks, quant
+from kvattn.counting import whole
 
 BACKENDS = ("hopper", "triton", "cpu", "reference")
 WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -94,6 +94,8 @@ def _tensors(raw: Any) -> None:
                 continue  # a scalar, the former expanded in _lengths
             fix = _FA2_ORDER if name == "seqused_q" and isinstance(tensor, float) else None
             raise E.NotATensorError(name, type(tensor).__name__, "a torch.Tensor or None", fix)
+        if not_dense(tensor):
+            raise E.NotATensorError(name, not_dense(tensor), "a dense torch.Tensor")
         if device is None:
             device, first = tensor.device, name
         else:
@@ -119,6 +121,10 @@ def _query(raw: Any) -> None:
     if not raw.attend:
         if raw.k is None:
             raise E.NotATensorError("k", "None", "a tensor")
+        if raw.k.dim() == 0:
+            raise E.NewTokenBatchError("k", shape(raw.k), "(batch, seqlen_new, kv_heads, dim)")
+        if raw.cu_seqlens_k_new is not None:
+            _edges(raw.cu_seqlens_k_new, "cu_seqlens_k_new", E.CuSeqlensNewError)
         return
     if raw.q is None and not raw.only_qv:
         raise E.NotATensorError("q", "None", "a tensor (q may be None only with only_qv)")
@@ -245,16 +251,11 @@ def _expand_lengths(raw: Any, count: int) -> None:
     value = raw.cache_seqlens
     if value is None or isinstance(value, Tensor):
         return
-    try:
-        if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
-            raise TypeError
-        length = operator.index(value)
-        if abs(length) >= 1 << 31:
-            raise TypeError
-    except TypeError:
+    length = whole(value)
+    if length is None or abs(length) >= 1 << 31:
         raise E.LengthsScalarError(
             "cache_seqlens", f"{type(value).__name__} {value!r}", "a 32-bit int or an int32 tensor"
-        ) from None
+        )
     raw.cache_seqlens = torch.full((count,), length, dtype=INT32, device=raw.v_cache.device)
 
 
@@ -317,6 +318,8 @@ def _new_tokens(raw: Any, count: int) -> None:
         if not _storable(new.dtype, cache.dtype):
             raise E.NewTokenDtypeError(name, str(new.dtype), f"{cache.dtype} or a wider float")
         for shown, written in _written(raw, name, cache, new.dtype):
+            if unwritable(written):
+                raise E.InferenceTensorError(shown, "an inference tensor", _WRITABLE)
             pairs = zip(written.stride(), written.shape, strict=True)
             if written.numel() and any(s == 0 and n > 1 for s, n in pairs):
                 raise E.CacheExpandedError(shown, f"strides {written.stride()}", "no zero")
@@ -327,6 +330,9 @@ def _new_tokens(raw: Any, count: int) -> None:
             got = f"{slots.dtype}, {shape(slots)}"
             raise E.SlotMappingError("slot_mapping", got, f"int64 with {tokens} slots")
         raw.slot_mapping = slots.reshape(-1)
+
+
+_WRITABLE = "a tensor made outside inference mode, or a call inside it"
 
 
 def _written(raw: Any, name: str, cache: Tensor, new: torch.dtype) -> list[tuple[str, Tensor]]:
@@ -384,9 +390,12 @@ def _out(raw: Any) -> None:
         raise E.OutTensorError("out", f"{out.dtype}, {shape(out)}", f"{dtype}, shape {wanted}")
     if out.stride(-1) != 1 and out.shape[-1] > 1 and out.numel():
         raise E.OutLastStrideError("out", f"strides {out.stride()}", "a last stride of 1")
-    shared = any(s == 0 and n > 1 for s, n in zip(out.stride(), out.shape, strict=True))
-    if shared and out.numel():
-        raise E.OutTensorError("out", f"strides {out.stride()}", "no zero stride")
+    if unwritable(out):
+        raise E.InferenceTensorError("out", "an inference tensor", _WRITABLE)
+    if not distinct(out):
+        raise E.OutTensorError(
+            "out", f"strides {out.stride()}", "memory of its own for each number"
+        )
 
 
 def own_memory(raw: Any) -> None:
@@ -401,17 +410,46 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors share a byte of memory, by their addresses alone."""
     if a.numel() == 0 or b.numel() == 0 or a.device.type == "meta" or a.device != b.device:
         return False
-    (a0, a1), (b0, b1) = _bytes(a), _bytes(b)
-    low, high = max(a0, b0), min(a1, b1)
-    if low >= high:
+    if not near(a, b):
         return False
+    (a0, a1), (b0, b1) = _bytes(a), _bytes(b)
     unit = math.gcd(a.element_size(), b.element_size())
     start, stop = min(a0, b0), max(a1, b1)
     if (a0 - b0) % unit:
         return True
-    marks = torch.zeros((stop - start) // unit, dtype=torch.bool)
+    marks = torch.zeros((stop - start) // unit, dtype=torch.bool, device="cpu")
     _mark(marks, a, a0 - start, unit).fill_(True)
     return bool(_mark(marks, b, b0 - start, unit).any())
+
+
+def near(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors lie in each other's range of addresses."""
+    (a0, a1), (b0, b1) = _bytes(a), _bytes(b)
+    return max(a0, b0) < min(a1, b1)
+
+
+def not_dense(t: Tensor) -> str | None:
+    """What a tensor is that has no strides, or None."""
+    if t.is_nested:
+        return "a nested tensor"
+    return None if t.layout == torch.strided else f"a {t.layout} tensor"
+
+
+def unwritable(t: Tensor) -> bool:
+    """Whether torch lets nobody write here: CPU operators, that is; kernels on GPUs just do."""
+    return t.is_inference() and t.is_cpu and not torch.is_inference_mode_enabled()
+
+
+def distinct(t: Tensor) -> bool:
+    """Whether no two elements of a tensor lie in one place."""
+    reach = 0
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size > 1 and stride <= reach:  # dimensions may still interleave: count the places
+            marks = torch.zeros(extent(t) // t.element_size(), dtype=torch.bool, device="cpu")
+            marks.as_strided(t.shape, t.stride()).fill_(True)
+            return not t.numel() or int(marks.sum()) == t.numel()
+        reach += (size - 1) * stride
+    return True
 
 
 def _bytes(t: Tensor) -> tuple[int, int]:

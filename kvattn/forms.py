@@ -38,6 +38,9 @@ class _Source(NamedTuple):
     shape: tuple[int, ...] | None  # that it is expanded to
 
 
+Pick = Callable[[list[Tensor]], tuple[Tensor, ...]]
+
+
 class Form:
     """A checked call without its tensors: calls of the same form need no structural checks.
 
@@ -57,10 +60,8 @@ class Form:
         self.index = index  # the index tensors; None if the values are not worth remembering
         self.given = given  # names of the caller's tensors, in the order of `find`
         self.last: _Reading | None = None
-        self.prepared: Prepared | None = None  # the rest of a call, whatever its numbers are
-        self.asked = False  # whether one was asked for
-        self._held: list[Tensor] = []
-        self._pick: Callable[[list[Tensor]], tuple[Tensor, ...]] = tuple
+        self.asked = False  # whether the rest of a call was prepared, whatever its numbers are
+        self.prepared: tuple[Prepared, Pick, list[Tensor]] | None = None
 
     def request(self, given: dict[str, Any]) -> Request:
         """A checked call of this form."""
@@ -72,21 +73,24 @@ class Form:
 
     def keep(self, prepared: Prepared | None, r: Request) -> None:
         """Has the rest of later calls done by what was prepared for this one."""
-        self.asked, self.prepared = True, prepared
+        self.asked = True
         if prepared is None:
             return
         places = {field: self.given.index(name) for field, name, _ in self.tensors}
+        held: list[Tensor] = []
         for name in prepared.names:
             if name not in places:  # made of a number, which is the same in every call of the form
-                places[name] = len(self.given) + len(self._held)
-                self._held.append(getattr(r, name))
-        self._pick = itemgetter(*[places[name] for name in prepared.names])
+                places[name] = len(self.given) + len(held)
+                held.append(getattr(r, name))
+        pick = itemgetter(*[places[name] for name in prepared.names])
+        self.prepared = prepared, pick, held  # at once: other threads make calls of this form
 
     def rest(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor] | None:
         """The prepared rest of a call whose tensors `find` has listed; None if there is none."""
         if self.prepared is None:
             return None
-        return self.prepared.run(*self._pick(tensors + self._held if self._held else tensors))
+        prepared, pick, held = self.prepared
+        return prepared.run(*pick(tensors + held if held else tensors))
 
     def _check(self, r: Request) -> None:
         """Value checks, unless they have passed for these very numbers."""
@@ -135,7 +139,10 @@ Key = tuple[Any, ...]
 
 def find(given: dict[str, Any]) -> tuple[Key | None, Form | None, list[Tensor]]:
     """The key of a call's form, None if it has none; the form if it is known; the tensors."""
-    key, tensors = _key(given)
+    try:
+        key, tensors = _key(given)
+    except RuntimeError:  # a tensor without strides, which the checks refuse
+        key, tensors = None, []
     return key, None if key is None else _forms.get(key), tensors
 
 
@@ -158,8 +165,12 @@ def first(given: dict[str, Any], key: Key | None) -> Request:
 
 def _key(given: dict[str, Any]) -> tuple[Key | None, list[Tensor]]:
     """All that structural checks depend on, hashable; None where they depend on more."""
+    for name in _SWITCHES:
+        if given.get(name, name) is None:
+            return None, []
     grad = torch.is_grad_enabled()
-    parts: list[Any] = [grad]
+    inside = torch.is_inference_mode_enabled()
+    parts: list[Any] = [grad, inside]
     tensors = []
     mods = False
     for name, value in given.items():
@@ -172,6 +183,8 @@ def _key(given: dict[str, Any]) -> tuple[Key | None, list[Tensor]]:
             parts += (name, value.shape, layout, value.dtype, value.device)
             if grad:
                 parts.append(value.requires_grad)
+            if not inside:
+                parts.append(value.is_inference())
         elif value is not _USUAL.get(name, given):
             kind = type(value)
             if kind in _PLAIN:
@@ -206,6 +219,11 @@ _USUAL: dict[str, Any] = {
     "rotary_interleaved": True,
     "norm_eps": EPS,
 }
+# Their None is a mistake, and not what is left out.
+_SWITCHES = (
+    *("causal", "only_qv", "batch_invariant", "return_lse", "deterministic"),
+    *("rotary_interleaved", "norm_eps"),
+)
 _SOURCES = {"cache_seqlens": "seqused_k", "cu_seqlens_k_new": "cu_seqlens_q"}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +12,14 @@ from torch import Tensor
 
 from kvattn import errors as E
 from kvattn import quant
+from kvattn.counting import whole
 
 FLAGS = (
     *("causal", "rotary_interleaved", "only_qv", "return_lse", "batch_invariant", "deterministic"),
 )  # fmt: skip
 BIAS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+_FLAG_DTYPES = ("bool", "torch.bool")
 _FAR = 1 << 30  # beyond every position, and safe to add to one in 32 bits
 _SIZES = {"score_mod": (5, 7, 8), "mask_mod": (4, 6, 7)}
 
@@ -43,8 +45,10 @@ def normalise(raw: Any) -> None:
         if flag is not True and flag is not False:
             shown = "return_softmax_lse" if name == "return_lse" else name
             raise E.FlagError(shown, repr(flag), "True or False")
-    if raw.dropout_p != 0.0:
+    if _number(raw.dropout_p, "dropout_p", E.DropoutError) != 0:
         raise E.DropoutError("dropout_p", raw.dropout_p, "0.0")
+    if raw.backend is not None and not isinstance(raw.backend, str):
+        raise E.UnknownBackendError("backend", repr(raw.backend), "None or a name")
     raw.window = _window(raw.window_size, raw.causal)
     chunk = _integer(raw.attention_chunk, "attention_chunk", E.AttentionChunkError)
     raw.attention_chunk = min(chunk, _FAR)
@@ -59,13 +63,14 @@ def normalise(raw: Any) -> None:
     if not any(raw.pack_gqa is flag for flag in (None, True, False)):
         raise E.FlagError("pack_gqa", repr(raw.pack_gqa), "None, True or False")
     raw.norm_eps = _number(raw.norm_eps, "norm_eps", E.NormEpsError)
-    if not _LEAST <= raw.norm_eps <= _MOST:
+    if raw.norm_eps < _LEAST:
         raise E.NormEpsError("norm_eps", raw.norm_eps, "a positive number that fp32 can hold")
     for name in ("q_descale", "k_descale", "v_descale"):
         scale = getattr(raw, name)
         if isinstance(scale, (int, float)) and not isinstance(scale, bool):
             device = getattr(raw.v_cache, "device", None)
-            setattr(raw, name, torch.tensor(float(scale), dtype=torch.float32, device=device))
+            number = _number(scale, name, E.DescaleError)
+            setattr(raw, name, torch.tensor(number, dtype=torch.float32, device=device))
     for name in ("max_seqlen_q", "max_seqlen_k", "min_seqlen_k"):
         bound = getattr(raw, name)
         if bound is not None:
@@ -81,11 +86,8 @@ def _window(window: Any, causal: bool) -> tuple[int | None, int | None]:
         if side is None:
             sides.append(None)
             continue
-        try:
-            bound = operator.index(side)
-        except TypeError:
-            raise E.WindowSizeError("window_size", repr(window), allowed) from None
-        if isinstance(side, bool) or bound < -1:
+        bound = whole(side)
+        if bound is None or bound < -1:
             raise E.WindowSizeError("window_size", repr(window), allowed)
         sides.append(None if bound == -1 else min(bound, _FAR))
     return sides[0], 0 if causal else sides[1]
@@ -94,22 +96,23 @@ def _window(window: Any, causal: bool) -> tuple[int | None, int | None]:
 def _integer(value: Any, name: str, kind: type[E.KvattnError]) -> int:
     if value is None:
         return 0
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = -1
-    if isinstance(value, bool) or number < 0:
+    number = whole(value)
+    if number is None or number < 0:
         raise kind(name, repr(value), "an int >= 0")
     return number
 
 
 def _number(value: Any, name: str, kind: type[E.KvattnError]) -> float:
-    try:
-        number = math.nan if isinstance(value, (str, bytes)) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise kind(name, repr(value), "a finite number")
+    if type(value) is float:
+        number = value
+    else:
+        flag = isinstance(value, bool) or str(getattr(value, "dtype", "")) in _FLAG_DTYPES
+        try:
+            number = math.nan if flag or isinstance(value, (str, bytes)) else float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # torch's is the last one
+            number = math.nan
+    if not abs(number) <= _MOST:
+        raise kind(name, repr(value), "a finite number that fp32 can hold")
     return number
 
 
@@ -315,6 +318,9 @@ def _mods(raw: Any) -> None:
         if not any(mod and mod_arity(mod) >= 6 for mod in (raw.score_mod, raw.mask_mod)):
             got = "mods that take five arguments or fewer"
             raise E.ModCallableError("aux_tensors", got, "a mod that is handed them")
+        if not isinstance(raw.aux_tensors, Sequence):
+            got = type(raw.aux_tensors).__name__
+            raise E.NotATensorError("aux_tensors", got, "a list or tuple of tensors")
         for tensor in raw.aux_tensors:
             if not isinstance(tensor, Tensor):
                 raise E.NotATensorError("aux_tensors", type(tensor).__name__, "tensors")

@@ -228,7 +228,7 @@ def _bounds(r: Request) -> None:
 
 
 def _gathered(r: Request, indices: Tensor) -> None:
-    flat = indices.reshape(-1, indices.shape[-1])
+    flat = indices.flatten(0, -2)
     for b, span in enumerate(r.spans):
         used = flat[span.q_start : span.q_start + span.q_len]
         if span.active and used.numel() and (int(used.min()) < -1 or int(used.max()) >= span.keys):

@@ -72,6 +72,14 @@ def spread(name: str) -> Callable[[Inputs], Inputs]:
     return lambda inputs: {name: inputs[name].repeat_interleave(2, -1)[..., ::2]}
 
 
+def made_in_inference_mode(name: str) -> Callable[[Inputs], Inputs]:
+    def change(inputs: Inputs) -> Inputs:
+        with torch.inference_mode():
+            return {name: inputs[name].clone()}
+
+    return change
+
+
 def elsewhere(name: str) -> Callable[[Inputs], Inputs]:
     return lambda inputs: {name: inputs[name].to("meta")}
 
@@ -440,6 +448,51 @@ OPTIONS = [
     Bad(0, E.BackendRefusesError, "backend", "softcap", DENSE, given(backend="cpu", softcap=1.0)),
 ]  # fmt: skip
 
+ODD = [
+    *(Bad(0, E.InferenceTensorError, name, "inference", case, made_in_inference_mode(name))
+      for name, case in (("out", APPEND), ("out", PAGED), ("k_cache", APPEND), ("v_cache", PAGED),
+                         ("v_descale", BY_TOKEN))),
+    Bad(0, E.InferenceTensorError, "v_cache", "inference", APPEND,
+        alone(made_in_inference_mode("v_cache")), kvattn.append_kv),
+    Bad(66, E.OutTensorError, "out", "strides (128, 128, 16, 1)", DENSE,
+        lambda i: {"out": torch.zeros(999).as_strided((2, 2, 4, 32), (128, 128, 16, 1))}),
+    *(Bad(0, kind, name, shown, DENSE, given(**{name: value}))
+      for name, kind in (("softmax_scale", E.SoftmaxScaleError), ("softcap", E.SoftcapError),
+                         ("norm_eps", E.NormEpsError), ("q_descale", E.DescaleError))
+      for value, shown in ((10**400, "1000"), (1e300, "1e+300"), (-math.inf, "-inf"))),
+    *(Bad(0, kind, name, shown, DENSE, given(**{name: value}))
+      for name, kind in (("softmax_scale", E.SoftmaxScaleError), ("softcap", E.SoftcapError),
+                         ("norm_eps", E.NormEpsError))
+      for value, shown in ((True, "True"), (np.True_, "True"), (torch.ones(2), "tensor"),
+                           (torch.ones((), device="meta"), "meta"))),
+    *(Bad(0, E.NumSplitsError, "num_splits", shown, DENSE, given(num_splits=value))
+      for value, shown in ((torch.ones((), device="meta"), "meta"), (torch.ones(2), "tensor"),
+                           (torch.tensor(True), "True"))),
+    *(Bad(0, E.UnknownBackendError, "backend", shown, DENSE, given(backend=value))
+      for value, shown in ((["cpu"], "['cpu']"), (5, "5"), (np.ones(2), "array"))),
+    *(Bad(0, kind, name, repr(None), DENSE, given(**{name: None}))
+      for name, kind in (("causal", E.FlagError), ("only_qv", E.FlagError),
+                         ("return_softmax_lse", E.FlagError), ("batch_invariant", E.FlagError),
+                         ("norm_eps", E.NormEpsError))),
+    *(Bad(0, E.FlagError, name, shown, VARLEN, given(**{name: value}),
+          kvattn.flash_attn_varlen_func)
+      for name in ("return_lse", "return_attn_probs")
+      for value, shown in ((0, "0"), (None, "None"), (torch.ones(2), "tensor"))),
+    *(Bad(0, E.DropoutError, "dropout_p", shown, VARLEN, given(dropout_p=value),
+          kvattn.flash_attn_varlen_func)
+      for value, shown in ((torch.ones(2), "tensor"), (None, "None"), (False, "False"))),
+    Bad(0, E.NotATensorError, "q", "nested", DENSE,
+        lambda i: {"q": torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)])}),
+    Bad(0, E.NotATensorError, "q", "sparse", DENSE, lambda i: {"q": i["q"].to_sparse()}),
+    Bad(0, E.NotATensorError, "aux_tensors", "int", DENSE,
+        given(score_mod=lambda s, b, h, i, j, info, aux: s, aux_tensors=5)),
+    Bad(0, E.NewTokenBatchError, "k", "()", APPEND, alone(given(k=torch.tensor(1.0))),
+        kvattn.append_kv),
+    *(Bad(42, E.CuSeqlensNewError, "cu_seqlens_k_new", shown, RAGGED,
+          alone(given(cu_seqlens_k_new=value)), kvattn.append_kv)
+      for value, shown in ((torch.tensor(0, dtype=I32), "()"), (ints(), "(0,)"))),
+]  # fmt: skip
+
 RENAMED = [
     Bad(7, E.CacheLastStrideError, "k", "strides", VARLEN, spread("k"),
         kvattn.flash_attn_varlen_func),
@@ -466,7 +519,7 @@ APPENDS = [
         lambda i: {"k_descale": torch.ones(1, 8, 2).expand(2, -1, -1)}),
 ]  # fmt: skip
 
-BAD = [*TENSORS, *LENGTHS, *OPTIONS, *RENAMED, *APPENDS]
+BAD = [*TENSORS, *LENGTHS, *OPTIONS, *ODD, *RENAMED, *APPENDS]
 
 
 def bad_call(bad: Bad) -> Inputs:

@@ -25,6 +25,7 @@ def snapshot(inputs: Inputs) -> dict[str, torch.Tensor]:
         name: storage_bytes(x).clone()
         for name, x in inputs.items()
         if isinstance(x, torch.Tensor) and type(x) is torch.Tensor and x.device.type == "cpu"
+        if x.layout == torch.strided and not x.is_nested
     }
 
 
@@ -162,7 +163,8 @@ CODES = """
 170 CacheExpanded, 171 NotATensor, 172 AliasConflict, 173 CacheRank, 174 DenseBatch,
 175 SlotMapping, 176 SlotOutOfRange, 177 SeqUsed, 178 Dropout, 179 Flag, 180 UnknownBackend,
 181 BackendRefuses, 182 MergeStates, 183 RotaryArguments, 184 IntArgument, 185 ModResult,
-188 CommonPrefix, 189 CommonPrefixMemory, 190 NormWeight, 191 NormEps, 192 NormWithoutHeads
+188 CommonPrefix, 189 CommonPrefixMemory, 190 NormWeight, 191 NormEps, 192 NormWithoutHeads,
+193 InferenceTensor
 """
 
 

@@ -263,6 +263,14 @@ class RequiresGradError(ArgumentValueError):
     fix = "call it under torch.no_grad() or torch.inference_mode(), or detach the tensor"
 
 
+class InferenceTensorError(ArgumentValueError):
+    """A tensor made in inference mode is to be written outside it, which torch does not allow."""
+
+    code = "KV193"
+    problem = "an inference tensor can only be written in inference mode"
+    fix = "make the call under torch.inference_mode(), or make the tensor outside it"
+
+
 class AliasConflictError(ArgumentTypeError):
     """Both an argument and its alias were given."""
 
