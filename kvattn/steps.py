@@ -10,6 +10,8 @@ from torch import Tensor
 
 from kvattn import errors as E
 from kvattn import ops
+from kvattn.checks import distinct, not_dense, same_device, unwritable
+from kvattn.counting import whole
 from kvattn.norm import EPS
 from kvattn.rotary import rotate
 from kvattn.values import readable
@@ -128,6 +130,11 @@ def apply_rotary(
         torch.Size([1, 3, 2, 8])
     """
     _rotary_tables(x, cos, sin)
+    for name, flag in (("interleaved", interleaved), ("inplace", inplace)):
+        if flag is not True and flag is not False:
+            raise E.FlagError(name, repr(flag), "True or False")
+    if inplace:
+        _writable(x)
     if (positions is None) == (seqlen_offsets is None):
         got = "neither or both of positions and seqlen_offsets"
         raise E.RotaryArgumentsError("positions", got, "one of them")
@@ -136,7 +143,8 @@ def apply_rotary(
         positions = _token_positions(x, seqlen_offsets, cu_seqlens)
     elif cu_seqlens is not None:
         raise E.RotaryArgumentsError("cu_seqlens", "borders along with positions", "one of them")
-    if positions.shape != x.shape[:-2] or positions.is_floating_point():
+    _same_device("positions", positions, x)
+    if positions.shape != x.shape[:-2] or not _whole(positions):
         got = f"{positions.dtype}, shape {tuple(positions.shape)}"
         raise E.RotaryArgumentsError("positions", got, f"integers of {tuple(x.shape[:-2])}")
     if positions.numel() and readable(positions):
@@ -150,10 +158,10 @@ def apply_rotary(
 
 def _rotary_tables(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
-        if not isinstance(tensor, Tensor):
-            raise E.NotATensorError(name, type(tensor).__name__, "a torch.Tensor")
-    if x.dim() not in (3, 4):
-        raise E.RotaryArgumentsError("x", f"shape {tuple(x.shape)}", "3 or 4 dimensions")
+        _same_device(name, tensor, x)
+    if x.dim() not in (3, 4) or not x.is_floating_point():
+        got = f"{x.dtype}, shape {tuple(x.shape)}"
+        raise E.RotaryArgumentsError("x", got, "3 or 4 dimensions of floats")
     if cos.dim() != 2 or cos.shape != sin.shape or not 0 < 2 * cos.shape[1] <= x.shape[-1]:
         got = f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)}"
         raise E.RotaryShapeError("cos", got, f"two (rows, R/2) with R <= {x.shape[-1]}")
@@ -161,26 +169,63 @@ def _rotary_tables(x: Tensor, cos: Tensor, sin: Tensor) -> None:
         raise E.RotaryDtypeError("cos", f"{cos.dtype}, {sin.dtype}", f"float32 or {x.dtype}")
 
 
+def _dense(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise E.NotATensorError(name, type(tensor).__name__, "a torch.Tensor")
+    if not_dense(tensor):
+        raise E.NotATensorError(name, not_dense(tensor), "a dense torch.Tensor")
+
+
+def _same_device(name: str, tensor: Tensor, x: Tensor) -> None:
+    _dense(name, tensor)
+    same_device(name, tensor, "x", x.device)
+
+
+def _whole(tensor: Tensor) -> bool:
+    """Whether it holds integers."""
+    odd = tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
+    return not odd
+
+
+def _writable(x: Tensor) -> None:
+    """What torch would refuse to write in place."""
+    if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
+        raise E.RequiresGradError("x", "a leaf that requires grad, in place", "inplace=False")
+    if unwritable(x):
+        raise E.InferenceTensorError("x", "an inference tensor, in place", "inplace=False")
+    if not distinct(x):
+        raise E.RotaryArgumentsError("x", f"strides {x.stride()}", "each number in its own place")
+
+
 def _token_positions(x: Tensor, offsets: Tensor | int, edges: Tensor | None) -> Tensor:
     """offset + t for every token, t restarting with each sequence."""
     if (x.dim() == 3) != (edges is not None):
         got = "None for packed x" if edges is None else "borders for padded x"
         raise E.RotaryArgumentsError("cu_seqlens", got, "row borders of a packed x, and only then")
-    if edges is not None and (edges.dim() != 1 or not edges.numel() or edges.is_floating_point()):
-        got = f"{edges.dtype}, shape {tuple(edges.shape)}"
-        raise E.CuSeqlensError("cu_seqlens", got, "int32 of shape (batch + 1,)")
+    if edges is not None:
+        _same_device("cu_seqlens", edges, x)
+        if edges.dim() != 1 or not edges.numel() or not _whole(edges):
+            got = f"{edges.dtype}, shape {tuple(edges.shape)}"
+            raise E.CuSeqlensError("cu_seqlens", got, "int32 of shape (batch + 1,)")
     count = x.shape[0] if edges is None else edges.shape[0] - 1
-    start = torch.as_tensor(offsets, device=x.device)
-    if start.shape not in ((), (count,)):
-        got = f"shape {tuple(start.shape)}"
+    if not isinstance(offsets, Tensor):
+        number = whole(offsets)
+        if number is None or abs(number) >= 1 << 31:
+            got = f"{type(offsets).__name__} {offsets!r}"
+            raise E.RotaryArgumentsError("seqlen_offsets", got, f"an int or ({count},)")
+        offsets = torch.full((), number, device=x.device)
+    _same_device("seqlen_offsets", offsets, x)
+    start = offsets
+    if start.shape not in ((), (count,)) or not _whole(start):
+        got = f"{start.dtype}, shape {tuple(start.shape)}"
         raise E.RotaryArgumentsError("seqlen_offsets", got, f"an int or ({count},)")
     start = start.expand(count)
     if edges is None:
         return torch.arange(x.shape[1], device=x.device) + start[:, None]
     total = x.shape[0]
     if readable(edges):
-        whole = int(edges[0]) == 0 and int(edges[-1]) == total
-        if not whole or bool((edges.diff() < 0).any()):
+        spans = int(edges[0]) == 0 and int(edges[-1]) == total
+        if not spans or bool((edges.diff() < 0).any()):
             raise E.CuSeqlensError("cu_seqlens", edges.tolist(), f"rising from 0 to {total}")
     tokens = torch.arange(total, device=x.device, dtype=edges.dtype)
     owner = torch.searchsorted(edges[1:], tokens, right=True).clamp_max(count - 1)
@@ -210,7 +255,7 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
         >>> out[0, 0, 0, 0].item()
         0.5
     """
-    outs, lses = list(outs), list(lses)
+    outs, lses = _parts("outs", outs), _parts("lses", lses)
     _mergeable(outs, lses)
     wide = torch.float64 if lses[0].dtype == torch.float64 else torch.float32
     weights = torch.stack([lse.to(wide) for lse in lses])  # [parts, (B,) H, S]
@@ -219,7 +264,7 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
     top = torch.where(top == -math.inf, 0.0, top)
     weights = torch.exp(weights - top)
     total = weights.sum(0)
-    lse = torch.where(total > 0, top + torch.log(total), -math.inf)
+    lse = torch.where(total == 0, -math.inf, top + torch.log(total))
     weights = weights / torch.where(total > 0, total, 1.0)
     shares = weights.transpose(-1, -2)[..., None]  # [parts, (B,) S, H, 1]
     parts = torch.stack([out.to(wide) for out in outs])
@@ -227,13 +272,23 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
     return merged.to(outs[0].dtype), lse
 
 
+def _parts(name: str, given: Sequence[Tensor]) -> list[Tensor]:
+    """Partial results as a list; a tensor is one of its rows."""
+    try:
+        parts = list(given)
+    except (TypeError, RuntimeError):  # torch's for a tensor without rows
+        got = type(given).__name__
+        raise E.MergeStatesError(name, got, "a sequence of tensors") from None
+    for part in parts:
+        _dense(name, part)
+        if not part.is_floating_point():
+            raise E.MergeStatesError(name, str(part.dtype), "floats")
+    return parts
+
+
 def _mergeable(outs: list[Tensor], lses: list[Tensor]) -> None:
     if not outs or len(outs) != len(lses):
         raise E.MergeStatesError("outs", f"{len(outs)} outs, {len(lses)} lses", "one lse per out")
-    for name, parts in (("outs", outs), ("lses", lses)):
-        for part in parts:
-            if not isinstance(part, Tensor):
-                raise E.NotATensorError(name, type(part).__name__, "tensors")
     first = outs[0]
     if first.dim() not in (3, 4):
         raise E.MergeStatesError("outs", f"shape {tuple(first.shape)}", "3 or 4 dimensions")

@@ -25,7 +25,6 @@ BY_CLASS = {record.exception: record for record in catalogue.records()}
 
 # Exceptions that the package raises without a page: no mistake of a caller comes with them.
 UNRECORDED = {
-    ("kvattn/checks.py", "TypeError"): "caught a few lines below, and made KV126",
     ("kvattn/testing/", "AssertionError"): "a test that fails",
     ("kvattn/testing/", "ValueError"): "a case that contradicts itself",
     ("kvattn/bench/", ""): "shown in a table in place of a speed",
@@ -156,7 +155,7 @@ def test_indirect_places_are_found() -> None:
     """A class handed to a helper, chosen by a condition, returned by a function, in a method."""
     assert places(BY_CLASS["AttentionChunkError"]) == [
         ("option_checks.py", "normalise", ""),
-        ("option_checks.py", "_integer", "isinstance(value, bool) or number < 0"),
+        ("option_checks.py", "_integer", "number is None or number < 0"),
     ]
     different = "tensor.device != device"
     kind = "tensor.device.type {} device.type"
@@ -168,7 +167,7 @@ def test_indirect_places_are_found() -> None:
     ]
     assert ("option_checks.py", "_block_error", "") in places(BY_CLASS["BlockSparseError"])
     assert places(BY_CLASS["LayerIndexError"]) == [
-        ("cache.py", "PagedKVCache._layer", "not 0 <= layer < self.num_layers")
+        ("cache.py", "PagedKVCache._layer", "found is None or not 0 <= found < self.num_layers")
     ]
 
 

@@ -306,6 +306,9 @@ def test_it_is_the_rotation_inside_the_call(
 X = torch.randn(2, 3, HEADS, DIM)
 PACKED = X.flatten(0, 1)
 COS, SIN = tables(20)
+with torch.inference_mode():
+    INFERRED = X.clone()
+
 ROTARY_MISTAKES: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[E.KvattnError], str]] = {
     "no positions": ((X, COS, SIN), {}, E.RotaryArgumentsError, "positions"),
     "two kinds": (
@@ -386,6 +389,48 @@ ROTARY_MISTAKES: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[E.KvattnE
     ),
     "rank of x": ((X[0, 0], COS, SIN), {"seqlen_offsets": 0}, E.RotaryArgumentsError, "x"),
     "no tensor": ((X, 1.0, SIN), {"seqlen_offsets": 0}, E.NotATensorError, "cos"),
+    "no offset": ((X, COS, SIN), {"seqlen_offsets": [0, 1]}, E.RotaryArgumentsError, "list"),
+    "a flag as offset": ((X, COS, SIN), {"seqlen_offsets": True}, E.RotaryArgumentsError, "bool"),
+    "a far offset": ((X, COS, SIN), {"seqlen_offsets": 2**63}, E.RotaryArgumentsError, "int"),
+    "a list of positions": ((X, COS, SIN), {"positions": [0]}, E.NotATensorError, "positions"),
+    "flags as positions": (
+        (X, COS, SIN),
+        {"positions": torch.zeros(X.shape[:2], dtype=torch.bool)},
+        E.RotaryArgumentsError,
+        "bool",
+    ),
+    "a list of borders": (
+        (PACKED, COS, SIN),
+        {"seqlen_offsets": 0, "cu_seqlens": [0, 6]},
+        E.NotATensorError,
+        "cu_seqlens",
+    ),
+    "no flag": ((X, COS, SIN), {"seqlen_offsets": 0, "interleaved": 1}, E.FlagError, "interleaved"),
+    "integers": ((X.long(), COS, SIN), {"seqlen_offsets": 0}, E.RotaryArgumentsError, "int64"),
+    "another device": (
+        (X, COS.to("meta"), SIN.to("meta")),
+        {"seqlen_offsets": 0},
+        E.DeviceMismatchError,
+        "cos",
+    ),
+    "one place for many": (
+        (X[:, :1].expand(X.shape), COS, SIN),
+        {"seqlen_offsets": 0},
+        E.RotaryArgumentsError,
+        "strides",
+    ),
+    "a leaf": (
+        (X.clone().requires_grad_(), COS, SIN),
+        {"seqlen_offsets": 0},
+        E.RequiresGradError,
+        "x",
+    ),
+    "a tensor of inference mode": (
+        (INFERRED, COS, SIN),
+        {"seqlen_offsets": 0},
+        E.InferenceTensorError,
+        "x",
+    ),
 }
 
 
@@ -467,6 +512,8 @@ def test_an_empty_part_is_selected_away() -> None:
 def test_a_nan_that_counts_stays() -> None:
     out, _ = kvattn.merge_states([torch.full((1, 1, 1, 4), NAN)] * 2, [torch.zeros(1, 1, 1)] * 2)
     assert out.isnan().all()
+    ones, lses = [torch.ones(1, 1, 1, 4)] * 2, [torch.full((1, 1, 1), NAN), torch.zeros(1, 1, 1)]
+    assert all(x.isnan().all() for x in kvattn.merge_states(ones, lses))
 
 
 OUT, LSE = torch.zeros(1, 2, 3, 4), torch.zeros(1, 3, 2)
@@ -480,9 +527,16 @@ OUT, LSE = torch.zeros(1, 2, 3, 4), torch.zeros(1, 3, 2)
         ([OUT, OUT[:, :1]], [LSE, LSE]),
         ([OUT, OUT], [LSE, LSE.transpose(1, 2)]),
         ([OUT[0, 0]], [LSE]),
+        (None, [LSE]),
+        ([OUT], LSE[0, 0, 0]),
+        ([OUT.long()], [LSE]),
+        ([OUT], [LSE.int()]),
     ],
-    ids=["nothing", "one lse too many", "shapes of outs", "lse not head first", "rank"],
+    ids=[
+        *("nothing", "one lse too many", "shapes of outs", "lse not head first", "rank"),
+        *("no outs", "a number", "integers", "an integer lse"),
+    ],
 )
-def test_merge_mistakes_are_named(outs: list[Tensor], lses: list[Tensor]) -> None:
+def test_merge_mistakes_are_named(outs: Any, lses: Any) -> None:
     with pytest.raises(E.MergeStatesError, match=r"outs|lses"):
         kvattn.merge_states(outs, lses)
