@@ -39,6 +39,12 @@ _NUMBERS: dict[str, Any] = {"cache_seqlens": (int, NoneType)} | dict.fromkeys(
     ("q_descale", "k_descale", "v_descale"), (int, float, NoneType)
 )  # tensor arguments that may also be a number
 _SCALAR_NAMES = tuple(scalar.split()[1] for scalar in _SCALARS)
+_ZEROS = ("attention_chunk", "softcap", "num_splits", "sm_margin", "common_prefix_len")  # if None
+_KINDS = {"bool": (bool,), "SymInt": (int,), "float": (int, float), "str": (str,)}
+_SCALAR_KINDS: dict[str, Any] = {
+    name: _KINDS[kind.rstrip("?")] + (NoneType,) * (kind.endswith("?") or name in _ZEROS)
+    for kind, name in map(str.split, (*_SCALARS, "bool return_lse"))
+}
 
 
 def attend(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -111,10 +117,25 @@ def _crosses(arguments: dict[str, Any]) -> bool:
         if isinstance(value, Tensor):
             if value.requires_grad and torch.is_grad_enabled():
                 return False
-        elif isinstance(value, bool) or not isinstance(value, _NUMBERS.get(name, NoneType)):
+        elif not (_is(value, _NUMBERS.get(name, (NoneType,))) and abs(value or 0) < math.inf):
             return False
+    for name, kinds in _SCALAR_KINDS.items():
+        if name in arguments and not _is(arguments[name], kinds):
+            return False
+    window, lengths = arguments.get("window_size", (-1, -1)), arguments.get("cache_seqlens")
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        return False
+    if not all(_is(side, (int, NoneType)) for side in window):
+        return False
+    if isinstance(lengths, int) and abs(lengths) >= 1 << 31:
+        return False
     lead = arguments.get("qv" if arguments.get("only_qv") else "q", arguments.get("k"))
     return lead is not None and arguments["v_cache"] is not None
+
+
+def _is(value: Any, kinds: tuple[type, ...]) -> bool:
+    """Whether a scalar is of one of the kinds; a bool is no integer."""
+    return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
 
 
 def _compiled(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -152,8 +173,7 @@ def _flat(arguments: dict[str, Any]) -> tuple[Any, ...]:
     for name in ("q_descale", "k_descale", "v_descale"):
         if isinstance(given.get(name), (int, float)):
             given[name] = given["v_cache"].new_full((), given[name], dtype=torch.float32)
-    zeros = ("attention_chunk", "softcap", "num_splits", "sm_margin", "dropout_p")
-    for name in (*zeros, "common_prefix_len"):
+    for name in (*_ZEROS, "dropout_p"):
         given[name] = given.get(name) or 0
     given["softcap"], given["dropout_p"] = float(given["softcap"]), float(given["dropout_p"])
     given.setdefault("rotary_interleaved", True)

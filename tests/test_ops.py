@@ -377,6 +377,18 @@ BROKEN: list[tuple[dict[str, Any], type[E.KvattnError]]] = [
     ({"q": torch.randn(2, 1, HEADS, DIM, requires_grad=True)}, E.RequiresGradError),
     ({"q": None}, E.NotATensorError),
     ({"page_table": [[0, 1], [2, 3]]}, E.NotATensorError),
+    ({"causal": 1}, E.FlagError),
+    ({"pack_gqa": 1}, E.FlagError),
+    ({"return_softmax_lse": 1}, E.FlagError),
+    ({"attention_chunk": 2.0}, E.AttentionChunkError),
+    ({"num_splits": True}, E.NumSplitsError),
+    ({"sm_margin": False}, E.SmMarginError),
+    ({"softmax_scale": "1"}, E.SoftmaxScaleError),
+    ({"window_size": (True, 0)}, E.WindowSizeError),
+    ({"window_size": (1.5, 0)}, E.WindowSizeError),
+    ({"cache_seqlens": 1 << 40}, E.LengthsScalarError),
+    ({"q_descale": float("nan")}, E.DescaleError),
+    ({"backend": 5}, E.UnknownBackendError),
 ]
 
 
