@@ -126,6 +126,24 @@ class Request:
         request.__dict__.update(tensors, pool=tensors["v_cache"], lead=tensors["q"])
         return request
 
+    def apart(self) -> Request:
+        """This call with copies of what lies in its caches, where an append may overwrite it."""
+        if self.k is None:
+            return self
+        caches = [cache for cache in (self.k_cache, self.v_cache) if cache is not None]
+        copies = {}
+        for name in ("q", "k", "v", "qv"):
+            tensor = getattr(self, name)
+            if tensor is not None and any(checks.near(tensor, cache) for cache in caches):
+                copies[name] = tensor.clone()
+        if not copies:
+            return self
+        request = object.__new__(Request)
+        request.__dict__.update(self.__dict__)
+        request.__dict__.update(copies)
+        request.__dict__.pop("lead", None)
+        return request
+
     def hollow(self) -> Request:
         """What fresh outputs of the call look like, and nothing that keeps its tensors alive."""
         request = object.__new__(Request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from kvattn import plan as planning
@@ -23,9 +24,13 @@ def plan_for(facts: Facts) -> Plan:
 
 
 def execute(r: Request) -> tuple[Tensor, Tensor] | None:
-    """Plans and runs: (out, lse), or None for an append alone."""
+    """Plans and runs: (out, lse), or None for an append alone. Autocast has no say in it."""
     plan = plan_of(r.facts)
-    return _BY_NAME[plan.backend].run(r, plan)
+    run, device = _BY_NAME[plan.backend].run, r.facts.device
+    if torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return run(r, plan)
+    return run(r, plan)
 
 
 def plan_of(facts: Facts) -> Plan:

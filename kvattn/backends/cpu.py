@@ -84,6 +84,7 @@ def run(r: Request, plan: Plan) -> tuple[Tensor, Tensor] | None:
     decoded = _decode(r) if r.attend else None
     if decoded is not None:
         return decoded
+    r = r.apart()
     q = cpu_append.ready_query(r) if r.k is None else cpu_append.append(r)
     if not r.attend:
         return None
@@ -115,6 +116,8 @@ def prepare(r: Request) -> Prepared | None:
     new = () if r.k is None else ("k", "v")
 
     def run(q: Tensor, keys: Tensor, values: Tensor, *more: Tensor) -> tuple[Tensor, Tensor] | None:
+        if torch.is_autocast_enabled("cpu"):
+            return None
         k, v = (more[0], more[1]) if new else (None, None)
         if not norms:
             return step(q, k, v, keys, values, by)
@@ -297,9 +300,9 @@ class _Work:
         """Masks and ALiBi as one additive term [Hk | 1, g | 1, rows, high - low]."""
         r = self.r
         left, right = r.window
-        p = torch.arange(rows.start, rows.stop)[:, None] + (span.keys - span.q_len)
-        j = torch.arange(low, high)[None, :]
-        hidden = torch.zeros(len(rows), high - low, dtype=torch.bool)
+        p = torch.arange(rows.start, rows.stop, device="cpu")[:, None] + (span.keys - span.q_len)
+        j = torch.arange(low, high, device="cpu")[None, :]
+        hidden = torch.zeros_like(p >= j)
         if right is not None:
             hidden |= j > p + right
         if left is not None:
@@ -307,7 +310,7 @@ class _Work:
         if r.attention_chunk > 0:
             chunk = r.attention_chunk
             hidden |= torch.div(p, chunk, rounding_mode="floor") != j // chunk
-        bias = torch.zeros(hidden.shape, dtype=self.dtype)[None, None]
+        bias = torch.zeros_like(hidden, dtype=self.dtype)[None, None]
         if r.alibi_slopes is not None:
             slopes = r.alibi_slopes.expand(r.batch, r.heads)[b].view(
                 self.kv_heads, self.group, 1, 1

@@ -43,7 +43,7 @@ def _padded(r: Request) -> Tensor | None:
         q, k = _ready_both(r, k)
     index = r.shared.get("slots")
     if index is None:
-        index = r.shared["slots"] = torch.tensor(slots(r, k.shape[1]))
+        index = r.shared["slots"] = torch.tensor(slots(r, k.shape[1]), device="cpu")
     for tokens, cache in ((k, r.k_cache), (r.v, r.v_cache)):
         if cache.dtype in quant.FP8:  # indexed writes of FP8 are not implemented on the CPU
             tokens, cache = tokens.view(torch.uint8), cache.view(torch.uint8)
@@ -150,7 +150,7 @@ def _positions(r: Request, steps: int) -> int | Tensor:
         bases = r.rotary_seqlens.tolist()
     if bases.count(bases[0]) == len(bases):
         return bases[0]
-    return torch.tensor([base + t for base in bases for t in range(steps)])
+    return torch.tensor([base + t for base in bases for t in range(steps)], device="cpu")
 
 
 def ready_query(r: Request) -> Tensor | None:

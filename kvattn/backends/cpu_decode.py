@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvattn import checks
 from kvattn.backends import cpu_append
 from kvattn.backends.cpu_append import Weights, ready, ready_pair
 from kvattn.backends.cpu_keys import flat, reach
@@ -60,8 +61,10 @@ class Decode:
         self.rows = count, 1, heads, dim
         self.rotates = r.k is not None and r.rotary_cos is not None
         slots = cpu_append.slots(r, 1) if r.k is not None else []
-        self.slots = torch.tensor(slots)
+        self.slots = torch.tensor(slots, device="cpu")
         self.slot = [_slot(cache, *slots) for cache in _caches(r)] if len(slots) == 1 else None
+        self.bytes = [checks.extent(x) for x in (r.lead, r.k, r.v) if x is not None]
+        self.cache_bytes = [checks.extent(cache) for cache in _caches(r)]
 
     @classmethod
     def of(cls, r: Request) -> Decode | None:
@@ -89,6 +92,8 @@ class Decode:
         if k is None or v is None:
             q = ready(q, weights[0], None, self.interleaved, self.eps)
         else:
+            if self._meet((q, k, v), (k_cache, v_cache)):
+                return None
             if by is not None or weights != (None, None):
                 q, k = ready_pair(q, k, weights, by, self.interleaved, self.eps)
             self._store(k, k_cache, 0)
@@ -106,6 +111,16 @@ class Decode:
             outs.append(result[0])
             lses.append(result[1])
         return torch.cat(outs).reshape(self.rows), torch.cat(lses)
+
+    def _meet(self, read: tuple[Tensor, ...], written: tuple[Tensor, ...]) -> bool:
+        """Whether what is read may lie in the caches that are written."""
+        caches = [x.data_ptr() for x in written]
+        for x, size in zip(read, self.bytes, strict=True):
+            start = x.data_ptr()
+            for first, room in zip(caches, self.cache_bytes, strict=True):
+                if first - size < start < first + room:
+                    return True
+        return False
 
     def _store(self, token: Tensor, cache: Tensor, which: int) -> None:
         if self.slot is not None:
@@ -239,7 +254,7 @@ def _bias(shown: list[tuple[int, int]], first: int, last: int, dtype: torch.dtyp
     if all(span == (first, last) for span in shown):
         return None
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    bias = torch.full((len(shown), 1, 1, last - first), -math.inf, dtype=wide)
+    bias = torch.full((len(shown), 1, 1, last - first), -math.inf, dtype=wide, device="cpu")
     for b, (low, high) in enumerate(shown):
         bias[b, ..., low - first : high - first] = 0
     return bias

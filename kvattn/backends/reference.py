@@ -41,6 +41,7 @@ def run(
     r: Request, plan: Plan | None = None, accum: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor] | None:
     """Appends the new tokens, then attends. Returns (out, lse), or None for an append alone."""
+    r = r.apart()
     if r.k is not None:
         try_mods(r)
         append(r)
