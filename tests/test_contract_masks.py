@@ -12,7 +12,7 @@ from cases import E4M3, F32, attend, attend_varlen, ints, probed, signed_window
 from conftest import DEVICE
 from torch import Tensor
 
-from kvattn import BlockSparse
+from kvattn import BlockSparse, errors, flash_attn_varlen_func
 from kvattn.testing import Case, make_inputs
 
 
@@ -285,3 +285,17 @@ def test_inactive_rows_give_nothing(backend: str) -> None:
     assert not out[[0, 2]].any()
     assert (lse[[0, 2]] == -math.inf).all()
     assert lse[1].isfinite().all()
+
+
+def test_a_choice_of_no_keys_shows_none(backend: str) -> None:
+    case = Case(seqlen_q=2, lengths=(5, 3), varlen=True)
+    inputs = make_inputs(case, device=DEVICE)
+    none = torch.empty(2, 2, 0, dtype=torch.int32, device=DEVICE)
+    try:
+        out, lse = flash_attn_varlen_func(
+            **inputs, gather_kv_indices=none, backend=backend, return_lse=True
+        )
+    except errors.BackendRefusesError:
+        pytest.skip(f"{backend} selects no keys")
+    assert not out.any()
+    assert (lse == -math.inf).all()
