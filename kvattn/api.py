@@ -6,16 +6,16 @@ Signatures are literal: frameworks inspect them. Bodies resolve aliases and pass
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
 from kvattn import errors as E
 from kvattn import ops
+from kvattn.aliases import one, one_set
 from kvattn.metadata import SchedulerMetadata
 from kvattn.norm import EPS
 
-T = TypeVar("T")
 Window = tuple[int | None, int | None] | list[int | None]
 Lengths = Tensor | int | None
 Scale = Tensor | float | None
@@ -167,9 +167,9 @@ def flash_attn_with_kvcache(
     """
     _own_metadata(scheduler_metadata)
     if block_table is not None:
-        page_table = _one(page_table=page_table, block_table=block_table)
+        page_table = one(page_table=page_table, block_table=block_table)
     if s_aux is not None or learnable_sink is not None:
-        sinks = _one(sinks=sinks, s_aux=s_aux, learnable_sink=learnable_sink)
+        sinks = one(sinks=sinks, s_aux=s_aux, learnable_sink=learnable_sink)
     given = {
         "q": q,
         "k_cache": k_cache,
@@ -309,7 +309,7 @@ def flash_attn_varlen_func(
         torch.Size([8, 4, 16])
     """
     _own_metadata(scheduler_metadata)
-    with_lse = _any(
+    with_lse = one_set(
         return_attn_probs=return_attn_probs,
         return_lse=return_lse,
         return_softmax_lse=return_softmax_lse,
@@ -321,7 +321,7 @@ def flash_attn_varlen_func(
         qv=qv,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
-        page_table=_one(page_table=page_table, block_table=block_table),
+        page_table=one(page_table=page_table, block_table=block_table),
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         seqused_q=seqused_q,
@@ -341,7 +341,7 @@ def flash_attn_varlen_func(
         min_seqlen_k=min_seqlen_k,
         common_prefix_len=common_prefix_len,
         return_lse=with_lse,
-        sinks=_one(sinks=sinks, s_aux=s_aux, learnable_sink=learnable_sink),
+        sinks=one(sinks=sinks, s_aux=s_aux, learnable_sink=learnable_sink),
         alibi_slopes=alibi_slopes,
         score_mod=score_mod,
         mask_mod=mask_mod,
@@ -443,7 +443,7 @@ def flash_attn_func(
         pack_gqa=pack_gqa,
         deterministic=deterministic,
         sm_margin=sm_margin,
-        sinks=_one(sinks=sinks, s_aux=s_aux, learnable_sink=learnable_sink),
+        sinks=one(sinks=sinks, s_aux=s_aux, learnable_sink=learnable_sink),
         alibi_slopes=alibi_slopes,
         score_mod=score_mod,
         mask_mod=mask_mod,
@@ -469,30 +469,14 @@ def arguments(call: dict[str, Any]) -> dict[str, Any]:
     """A bound call of `flash_attn_with_kvcache` by the names of `Request.of`."""
     given = dict(call)
     _own_metadata(given.pop("scheduler_metadata"))
-    given["page_table"] = _one(page_table=given["page_table"], block_table=given.pop("block_table"))
-    given["sinks"] = _one(
+    given["page_table"] = one(page_table=given["page_table"], block_table=given.pop("block_table"))
+    given["sinks"] = one(
         sinks=given["sinks"],
         s_aux=given.pop("s_aux"),
         learnable_sink=given.pop("learnable_sink"),
     )
     given["return_lse"] = given.pop("return_softmax_lse")
     return given
-
-
-def _one(**names: T | None) -> T | None:
-    """The value of an argument that has several names; giving two of them is an error."""
-    given = [name for name, value in names.items() if value is not None]
-    if len(given) > 1:
-        raise E.AliasConflictError(given[1], f"{given[0]} and {given[1]}", "one of them")
-    return names[given[0]] if given else None
-
-
-def _any(**flags: Any) -> bool:
-    """Whether one of some flags with the same meaning is set."""
-    for name, flag in flags.items():
-        if flag is not True and flag is not False:
-            raise E.FlagError(name, repr(flag), "True or False")
-    return any(flags.values())
 
 
 def _own_metadata(metadata: SchedulerMetadata | None) -> None:

@@ -45,6 +45,7 @@ _SCALAR_KINDS: dict[str, Any] = {
     name: _KINDS[kind.rstrip("?")] + (NoneType,) * (kind.endswith("?") or name in _ZEROS)
     for kind, name in map(str.split, (*_SCALARS, "bool return_lse"))
 }
+_SCALAR_KINDS["common_prefix_len"] += (Tensor,)
 
 
 def attend(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -69,8 +69,8 @@ def normalise(raw: Any) -> None:
         scale = getattr(raw, name)
         if isinstance(scale, (int, float)) and not isinstance(scale, bool):
             device = getattr(raw.v_cache, "device", None)
-            number = _number(scale, name, E.DescaleError)
-            setattr(raw, name, torch.tensor(number, dtype=torch.float32, device=device))
+            factor = _number(scale, name, E.DescaleError)
+            setattr(raw, name, torch.tensor(factor, dtype=torch.float32, device=device))
     for name in ("max_seqlen_q", "max_seqlen_k", "min_seqlen_k"):
         bound = getattr(raw, name)
         if bound is not None:

@@ -33,7 +33,8 @@ def drawn(seed: int, plain: bool = False) -> tuple[Callable[..., Any], dict[str,
     if seed % 4 < 3:
         return kvattn.flash_attn_with_kvcache, random_call(seed, plain)
     call = random_varlen_call(seed, plain)
-    if call["k"] is not None and call["k"].ndim == 4 and set(call) <= DENSE_NAMES:
+    dense = call["k"] is not None and call["k"].ndim == 4 and set(call) <= DENSE_NAMES
+    if dense and call.get("softmax_scale") != 0:  # which flash_attn_func refuses
         return kvattn.flash_attn_func, call
     return kvattn.flash_attn_varlen_func, call
 
