@@ -51,7 +51,7 @@ FLOORS = (
     {"plan"},
     {"request"},
     {"checks", "option_checks", "values"},
-    {"storage", "tables"},
+    {"aliases", "storage", "tables"},
     {"counting", "kernels", "metadata", "mods", "norm", "pages", "peers", "quant", "rotary"},
     {"errors"},
 )
