@@ -6,7 +6,6 @@ PINS := requirements/test.txt
 SYSTEM_PYTHON ?= python3
 ARGS ?=
 BACKENDS ?= triton
-GPU_WORKERS ?= 8  # most of the time goes into compiling
 CONTRACT := $(wildcard tests/test_contract*.py)  # what every backend is held to
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -45,22 +44,13 @@ types: $(READY) ## static types
 
 check: lint types test ## what a change has to pass
 
-gpu-test: ## the contract suite on this machine's GPU, from the source tree, with its own Python
-	@$(SYSTEM_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || \
-		{ echo "gpu-test: $(SYSTEM_PYTHON) has no PyTorch that sees a CUDA device; no test was run" >&2; exit 1; }
-	KVATTN_TEST_DEVICE=cuda KVATTN_TEST_BACKENDS=$(BACKENDS) PYTHONPATH=. \
-		$(SYSTEM_PYTHON) -m pytest -p no:cacheprovider -n $(GPU_WORKERS) \
-		$(CONTRACT) tests/test_mods*.py tests/test_batch_invariant.py tests/test_decode_shares.py \
-		tests/test_decode_scores.py tests/test_prefix.py tests/test_sharing.py tests/test_prefill.py \
-		tests/test_gpu.py tests/test_hopper.py tests/test_hopper_decode.py $(ARGS)
+gpu-test: ## a backend's suite on this machine's GPU, with its own Python (BACKENDS=hopper,triton)
+	$(SYSTEM_PYTHON) tests/gpu_check.py --parts $(BACKENDS) $(ARGS)
 
 gpu-sanitize: ## reads and writes outside tensors, and races, on this machine's GPU; some minutes
-	for tool in memcheck racecheck; do \
-		PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=.:tests compute-sanitizer --tool $$tool \
-			--error-exitcode 9 --print-limit 5 $(SYSTEM_PYTHON) tests/sanitize.py $(BACKENDS) || exit 9; \
-	done
+	$(SYSTEM_PYTHON) tests/gpu_check.py --parts memcheck,racecheck $(ARGS)
 
-gpu-check: ## suites of both backends and memcheck at once (ARGS="--seconds 500 --parts triton,racecheck")
+gpu-check: ## both suites and memcheck at once (ARGS="--seconds 500 --parts triton,racecheck")
 	$(SYSTEM_PYTHON) tests/gpu_check.py $(ARGS)
 
 clean: ## removes the virtual environment and the tools' caches

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvattn import ops
 from kvattn.counting import listed, positive, whole
 from kvattn.errors.cache_kinds import LayerIndexError
 from kvattn.errors.kinds import NewTokenBatchError
-from kvattn.request import check_append
-from kvattn.steps import append_kv
+from kvattn.forms import check_append
 from kvattn.storage import PageStorage, Scale
 from kvattn.tables import CacheView, PageTables
 
@@ -182,11 +182,10 @@ class PagedKVCache(PageTables):
             "k_descale": self.k_descale(layer),
             "v_descale": self.v_descale(layer),
         }
-        table, lengths = self.view(rows)
-        check_append(**call, cache_seqlens=lengths, page_table=table)
+        call |= self._places(rows)
+        check_append(call)
         self.reserve([(seq, k.shape[1]) for seq in rows])
-        table, lengths = self.view(rows)
-        append_kv(**call, cache_seqlens=lengths, page_table=table)
+        ops.append(call | self._places(rows))
 
     def stats(self) -> CacheStats:
         """Counts of sequences, tokens, pages and bytes; reads nothing from the device."""
@@ -209,6 +208,10 @@ class PagedKVCache(PageTables):
             f"PagedKVCache({len(self._live)}/{self.max_batch} sequences, {used}/{self.num_pages} "
             f"pages of {self.page_size}, {self.num_layers} layers, {self.dtype}, {self.device})"
         )
+
+    def _places(self, rows: list[int]) -> dict[str, Tensor]:
+        table, lengths = self.view(rows)
+        return {"page_table": table, "cache_seqlens": lengths}
 
     def _copy_pages(self, originals: Sequence[int], copies: Sequence[int]) -> None:
         self._storage.copy_pages(originals, copies)

@@ -18,7 +18,7 @@ from kvattn import checks, values
 from kvattn.mods.fingerprint import captured
 from kvattn.norm import EPS
 from kvattn.plan import Prepared
-from kvattn.request import NAMES, Request, Span
+from kvattn.request import NAMES, Request, Span, check_structure
 
 
 class _Reading(NamedTuple):
@@ -153,6 +153,13 @@ def request(given: dict[str, Any]) -> Request:
     """
     key, form, _ = find(given)
     return first(given, key) if form is None else form.request(given)
+
+
+def check_append(given: dict[str, Any]) -> None:
+    """The structural checks of an append, unless a call of its form has passed them."""
+    given = {**given, "attend": False}
+    if find(given)[1] is None:
+        check_structure(given)
 
 
 def first(given: dict[str, Any], key: Key | None) -> Request:

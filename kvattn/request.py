@@ -110,9 +110,7 @@ class Request:
 
         Raises one of the classes of `kvattn.errors` before anything is written.
         """
-        raw = SimpleNamespace(**{**_DEFAULTS, **given})
-        checks.normalise(raw)
-        checks.check(raw)
+        raw = check_structure(given)
         request = cls(**{name: getattr(raw, name) for name in NAMES})
         if request.out is not None:
             checks.own_memory(request)
@@ -282,11 +280,12 @@ _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Reque
 }
 
 
-def check_append(**given: Any) -> None:
-    """The structural checks of an append, before there is room for its tokens."""
-    raw = SimpleNamespace(**{**_DEFAULTS, **given, "attend": False})
+def check_structure(given: dict[str, Any]) -> SimpleNamespace:
+    """The checks that need no values, and the arguments in one spelling."""
+    raw = SimpleNamespace(**{**_DEFAULTS, **given})
     checks.normalise(raw)
     checks.check(raw)
+    return raw
 
 
 def _spans(r: Request) -> list[Span]:

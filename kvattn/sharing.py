@@ -10,7 +10,7 @@ from torch import Tensor
 from kvattn import checks
 from kvattn import errors as E
 from kvattn.counting import positive
-from kvattn.values import readable
+from kvattn.values import readable, rows_exist
 
 
 def common_prefix(
@@ -73,10 +73,8 @@ def _check(table: Tensor, lengths: Tensor, rows: Tensor | None, size: int) -> No
                 raise E.NegativeLengthError(f"cache_seqlens[{b}]", length, ">= -1")
             if length > capacity:
                 raise E.LengthOverCapacityError(f"cache_seqlens[{b}]", length, f"<= {capacity}")
-        for b, row in enumerate([] if rows is None else rows.tolist()):
-            if not 0 <= row < len(table):
-                allowed = f"0 to {len(table) - 1}"
-                raise E.BatchIndexRangeError(f"cache_batch_idx[{b}]", row, allowed)
+        if rows is not None:
+            rows_exist(rows, len(table))
 
 
 def _shared_pages(table: Tensor, lengths: Tensor, rows: Tensor | None, size: int) -> Tensor:

@@ -159,11 +159,15 @@ def _used_queries(r: Request) -> None:
 
 
 def _rows(r: Request) -> None:
-    rows = r.pool.shape[0] if r.page_table is None else r.page_table.shape[0]
     if r.cache_batch_idx is not None:
-        for b, row in enumerate(r.cache_batch_idx.tolist()):
-            if not 0 <= row < rows:
-                raise E.BatchIndexRangeError(f"cache_batch_idx[{b}]", row, f"0 to {rows - 1}")
+        rows_exist(r.cache_batch_idx, len(r.pool if r.page_table is None else r.page_table))
+
+
+def rows_exist(cache_batch_idx: Tensor, rows: int) -> None:
+    """Raises unless each entry names one of the rows of a cache or a page table."""
+    for b, row in enumerate(cache_batch_idx.tolist()):
+        if not 0 <= row < rows:
+            raise E.BatchIndexRangeError(f"cache_batch_idx[{b}]", row, f"0 to {rows - 1}")
 
 
 def _pages(r: Request) -> None:

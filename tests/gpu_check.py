@@ -1,4 +1,4 @@
-"""All that a GPU has to show, at once and within a time: `make gpu-check`.
+"""All that a GPU has to show, at once and within a time: `make gpu-test` and its relatives.
 
 The suites of both backends and compute-sanitizer share the GPU and the processors, as most of
 their time is compiling. What has failed is known from the logs also where the time ends a suite.
@@ -18,16 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-import torch
-
 ROOT = Path(__file__).parents[1]
 SUITES = {
     "hopper": (
-        *("test_hopper.py", "test_hopper_decode*.py", "test_hopper_prefix.py"),
+        *("test_hopper.py", "test_hopper_decode.py", "test_hopper_prefix.py"),
         *("test_prefix.py", "test_gpu.py"),
     ),
     "triton": (
-        *("test_contract*.py", "test_mods*.py", "test_batch_invariant.py", "test_decode*.py"),
+        *("test_contract*.py", "test_mods*.py", "test_batch_invariant.py", "test_decode_s*.py"),
         *("test_prefill.py", "test_prefix.py", "test_sharing.py", "test_gpu.py"),
     ),
 }
@@ -71,6 +69,13 @@ class Part:
         assert self.process
         code = self.process.returncode
         return "ok" if code == 0 else "failed" if code > 0 else "cut off"
+
+    def progress(self) -> str:
+        """How far a suite is, as pytest's newest line says."""
+        with self.log.open("rb") as log:
+            log.seek(max(0, self.log.stat().st_size - 4096))
+            found = re.findall(rb"\[ *(\d+)%\]", log.read())
+        return f"{self.name} {int(found[-1])} %" if found else self.name
 
     def read(self) -> None:
         for line in self.log.read_text(errors="replace").splitlines():
@@ -126,13 +131,25 @@ def sanitizer(tool: str, out: Path) -> Part:
     return Part(tool, [*command, *script], env, out / f"{tool}.log")
 
 
+def _has_gpu() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available()
+
+
 def wait(parts: list[Part], seconds: float) -> None:
     """Until all have ended, or the time is up."""
     until = time.monotonic() + seconds
     try:
-        while [part for part in parts if not part.ended()] and time.monotonic() < until:
+        while (busy := [x for x in parts if not x.ended()]) and time.monotonic() < until:
+            if sys.stderr.isatty():
+                print(end=f"\r\033[K{', '.join(x.progress() for x in busy)}", file=sys.stderr)
             time.sleep(0.2)
     finally:
+        if sys.stderr.isatty():
+            print(end="\r\033[K", file=sys.stderr)
         for part in parts:
             if not part.ended():
                 part.stop()
@@ -158,14 +175,14 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Other arguments go to pytest.")
     parser.add_argument("--parts", default="hopper,triton,memcheck", help="names between commas")
     parser.add_argument("--seconds", type=float, default=1200, help="until what runs is cut off")
-    parser.add_argument("--workers", type=int, default=6, help="processes of a suite")
+    parser.add_argument("--workers", type=int, default=6, help="of a suite; they compile")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="of the logs")
     options, more = parser.parse_known_args(arguments)
     names = options.parts.split(",")
     if unknown := set(names) - {*SUITES, *TOOLS}:
         parser.error(f"no part {', '.join(sorted(unknown))}: {', '.join((*SUITES, *TOOLS))}")
-    if not torch.cuda.is_available():
-        print("PyTorch sees no CUDA device here; nothing was run", file=sys.stderr)
+    if not _has_gpu():
+        print(f"{sys.executable} has no PyTorch that sees a CUDA device", file=sys.stderr)
         return 1
     options.out.mkdir(parents=True, exist_ok=True)
     parts = [

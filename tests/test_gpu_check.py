@@ -62,6 +62,7 @@ def test_time_is_up(tmp_path: Path, text: str, status: int) -> None:
     gpu_check.wait([hanging], 0)
     assert gpu_check.report([hanging]) == status
     assert hanging.verdict() == "cut off"
+    assert hanging.progress() == ("hopper 75 %" if FAILS in text else "hopper 50 %")
     assert hanging.names("PASSED") == ["tests/test_a.py::test_one[a - b]"]
 
 

@@ -41,6 +41,10 @@ def page(results: Results) -> str:
     Raises:
         ReportPackageError: jinja2 or matplotlib is not installed.
     """
+    return _page(results, _drawn(plots.figures(results), "svg"))
+
+
+def _page(results: Results, svgs: dict[str, bytes]) -> str:
     try:
         import jinja2
     except ImportError as error:
@@ -53,7 +57,7 @@ def page(results: Results) -> str:
         results=results,
         verdict=summary.verdict(results),
         tiles=_tiles(results),
-        pictures=_pictures(results),
+        pictures=[_picture(name, svg) for name, svg in svgs.items()],
         sections=[_section(results, section) for section in summary.sections(results)],
     )
 
@@ -65,29 +69,28 @@ def write(results: Results, folder: Path, argument: str = "--report") -> list[Pa
         ReportPackageError: jinja2 or matplotlib is not installed.
         OutputPathError: nothing can be written to the directory, which `argument` named.
     """
-    files = {"report.html": page(results).encode()}
-    for name, drawn in plots.figures(results).items():
-        for kind in ("svg", "png"):
-            files[f"{name}.{kind}"] = plots.drawing(drawn, kind)
+    figures = plots.figures(results)
+    svgs, pngs = _drawn(figures, "svg"), _drawn(figures, "png")
+    files = {"report.html": _page(results, svgs).encode()}
+    for name, svg in svgs.items():
+        files |= {f"{name}.svg": svg, f"{name}.png": pngs[name]}
     for name, content in files.items():
         outputs.write(argument, folder / name, content)
     return [folder / name for name in files]
 
 
-def _pictures(results: Results) -> list[dict[str, str]]:
-    """Pictures as data URLs, with what they show in words."""
-    found = []
-    for name, drawn in plots.figures(results).items():
-        encoded = base64.b64encode(plots.drawing(drawn, "svg")).decode()
-        found.append(
-            {
-                "name": name,
-                "title": _TITLES[name],
-                "caption": _CAPTIONS[name],
-                "url": f"data:image/svg+xml;base64,{encoded}",
-            }
-        )
-    return found
+def _drawn(figures: dict[str, Any], kind: str) -> dict[str, bytes]:
+    return {name: plots.drawing(drawn, kind) for name, drawn in figures.items()}
+
+
+def _picture(name: str, svg: bytes) -> dict[str, str]:
+    """A picture as a data URL, with what it shows in words."""
+    return {
+        "name": name,
+        "title": _TITLES[name],
+        "caption": _CAPTIONS[name],
+        "url": f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}",
+    }
 
 
 def _tiles(results: Results) -> list[tuple[str, str]]:

@@ -137,8 +137,10 @@ def attention(
             asked for, or the mask does not fit.
     """
     layer = receiver(query, key, value)
-    if dropout or output_attentions:
-        _refuse(dropout, output_attentions)
+    if dropout:
+        raise AttentionArgumentError("dropout", dropout, "0", "call model.eval()")
+    if output_attentions:
+        raise AttentionArgumentError("output_attentions", True, "False")
     for name in _UNKNOWN:
         if kwargs.get(name) is not None:
             raise AttentionArgumentError(name, "a tensor", "None")
@@ -159,12 +161,6 @@ def attention(
     if attention_mask is None and edges is not None and key_edges is not None:
         return _packed(query, key, value, edges, key_edges, causal=causal, **options), None
     return _whole(query, key, value, attention_mask, causal, options), None
-
-
-def _refuse(dropout: float, output_attentions: bool | None) -> None:
-    if dropout:
-        raise AttentionArgumentError("dropout", dropout, "0", "call model.eval()")
-    raise AttentionArgumentError("output_attentions", True, "False")
 
 
 def _packed(
