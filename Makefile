@@ -6,7 +6,6 @@ PINS := requirements/test.txt
 SYSTEM_PYTHON ?= python3
 ARGS ?=
 BACKENDS ?= triton
-CONTRACT := $(wildcard tests/test_contract*.py)  # what every backend is held to
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -26,10 +25,9 @@ bench: $(READY) ## speed beside other libraries, and a page about it in build/be
 
 test: $(READY) ## all tests, on the CPU (ARGS="-k name" picks some)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 $(ARGS)
-	TRITON_INTERPRET=1 KVATTN_TEST_BACKENDS=triton OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 \
-		$(CONTRACT) tests/test_batch_invariant.py tests/test_decode_shares.py tests/test_decode_scores.py \
-		tests/test_prefill.py tests/test_prefix.py tests/test_sharing.py \
-		tests/test_triton_random.py $(ARGS)
+	suite=$$($(PYTHON) tests/gpu_check.py --list triton) && \
+		TRITON_INTERPRET=1 KVATTN_TEST_BACKENDS=triton OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 \
+		$$suite tests/field_reports tests/test_triton_random.py $(ARGS)
 
 lint: $(READY) ## style and formatting
 	$(PYTHON) -m ruff check .

@@ -105,9 +105,13 @@ def _started(command: list[str], env: dict[str, str], log: IO[bytes]) -> subproc
     )
 
 
+def files(backend: str) -> list[str]:
+    found = (file for name in SUITES[backend] for file in (ROOT / "tests").glob(name))
+    return sorted(str(file.relative_to(ROOT)) for file in found)
+
+
 def suite(backend: str, workers: int, out: Path, more: list[str]) -> Part:
     """The tests of a backend, one line for each as it ends."""
-    files = [str(f.relative_to(ROOT)) for x in SUITES[backend] for f in (ROOT / "tests").glob(x)]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", "--tb=short"]
     command += ["-n", str(workers)]
     env = {
@@ -116,7 +120,7 @@ def suite(backend: str, workers: int, out: Path, more: list[str]) -> Part:
         "PYTHONPATH": str(ROOT),
         "PYTHONUNBUFFERED": "1",
     }
-    return Part(backend, [*command, *sorted(files), *more], env, out / f"{backend}.log")
+    return Part(backend, [*command, *files(backend), *more], env, out / f"{backend}.log")
 
 
 def sanitizer(tool: str, out: Path) -> Part:
@@ -177,7 +181,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=1200, help="until what runs is cut off")
     parser.add_argument("--workers", type=int, default=6, help="of a suite; they compile")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="of the logs")
+    parser.add_argument("--list", choices=SUITES, help="only print the files of a suite")
     options, more = parser.parse_known_args(arguments)
+    if options.list:
+        print(*files(options.list))
+        return 0
     names = options.parts.split(",")
     if unknown := set(names) - {*SUITES, *TOOLS}:
         parser.error(f"no part {', '.join(sorted(unknown))}: {', '.join((*SUITES, *TOOLS))}")

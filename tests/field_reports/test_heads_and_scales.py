@@ -168,8 +168,8 @@ def test_a_measured_scale_and_what_scale_one_costs() -> None:
     def restored(scale: Tensor) -> Tensor:
         cache = torch.zeros(2, 1, 64, 2, 16).to(E4M3)
         new = keys[None]
-        append: Any = kvattn.append_kv
-        append(new, new, *cache, cache_seqlens=0, k_descale=scale, v_descale=scale)
+        scales: Any = {"k_descale": scale, "v_descale": scale}
+        kvattn.append_kv(new, new, *cache, cache_seqlens=0, backend="cpu", **scales)
         return cache[0, 0].float() * scale[:, None]
 
     with warnings.catch_warnings():
