@@ -187,10 +187,11 @@ def test_ready_queries_compile(
     assert "st.global" in kernel.asm["ptx"]
 
 
-def test_prefill_calls_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their boxes too, which a replay lays over the next call's tensors."""
-    from kvattn.backends import hopper, triton_replay
-    from kvattn.backends.triton_direct import Box, Launch
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The launches that are recorded, in place of launching."""
+    from kvattn.backends import triton_replay
+    from kvattn.backends.triton_direct import Launch
 
     launches = []
 
@@ -199,12 +200,32 @@ def test_prefill_calls_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
         return launches[-1]
 
     monkeypatch.setattr(triton_replay, "prepared", prepared)
+    return launches
+
+
+def test_prefill_calls_are_recorded(recorded: list[Any]) -> None:
+    """Their boxes too, which a replay lays over the next call's tensors."""
+    from kvattn.backends import hopper
+    from kvattn.backends.triton_direct import Box
+
     case = Case(seqlen_q=256, lengths=256, dim=128, causal=True, dtype=BF16)
     assert hopper.prepare(Request.of(**make_inputs(case))) is not None
-    (launch,) = launches
+    (launch,) = recorded
     boxes = [at for at, value in enumerate(launch.args) if isinstance(value, Box)]
     assert boxes == [0, 1, 2]  # of q, k, v
     assert set(boxes) <= {at for at, _ in launch.holes}
+
+
+def test_prefill_calls_that_rotate_and_append_are_recorded(recorded: list[Any]) -> None:
+    from kvattn.backends import hopper
+
+    case = Case(seqlen_q=256, lengths=256, capacity=512, new=256, dim=128, rotary=128,
+                causal=True, dtype=BF16)  # fmt: skip
+    assert hopper.prepare(Request.of(**make_inputs(case))) is not None
+    _, ready, prefill = recorded  # after the append
+    made = dict(ready.holes)[1]
+    assert made == dict(prefill.holes)[0], "the prefill kernel reads the queries made ready"
+    assert made != dict(ready.holes)[0]
 
 
 @pytest.fixture

@@ -143,6 +143,29 @@ def test_workspaces_of_a_stream_are_looked_up_once(kernel: Kernel) -> None:
     assert first == second
 
 
+def test_what_passes_between_two_launches_is_of_one_call(kernel: Kernel) -> None:
+    """Not kept by a stream, as it may be as large as the queries."""
+
+    def launch(r: Request) -> None:
+        target = replay.target()
+        assert r.q is not None
+        out, _ = target.outputs(r)
+        ready = target.passing(r.q.shape, r.q.dtype, r.q.device)
+        for args in (
+            (r.q, None, None, ready, None, 5),
+            (ready, r.k_cache, r.v_cache, out, None, 5),
+        ):
+            target.launch(kernel, (7,), args, {"SIZE": 3}, num_warps=4)
+
+    recorded, r = replay.record(request(), launch), request()
+    result = again(recorded, r)
+    (_, _, q, _, _, made, *_), (_, _, read, k, _, out, *_) = kernel.launched
+    assert made == read and made not in (q, k, out)
+    assert r.q is not None and r.k_cache is not None
+    assert [q, k, out] == [x.data_ptr() for x in (r.q, r.k_cache, result[0])]
+    assert recorded is not None and not vars(recorded.run)["kept"]
+
+
 def test_copies_of_the_launch_code_cannot_be_replayed(kernel: Kernel) -> None:
     assert replay.record(request(), run(kernel, copies=True)) is None
 

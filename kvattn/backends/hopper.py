@@ -171,7 +171,7 @@ def run(r: Request, plan: Plan | None = None) -> tuple[Tensor, Tensor]:
 
 
 def prepare(r: Request) -> Prepared | None:
-    """The launches of a call, recorded; ready queries are made anew in every call."""
+    """The launches of a call, recorded."""
     from kvattn.backends import triton_replay
 
     return triton_replay.record(r, run)

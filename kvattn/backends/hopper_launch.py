@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +12,7 @@ import triton
 from torch import Tensor
 
 from kvattn.backends import triton_launch
-from kvattn.backends.triton_replay import Recording, target
+from kvattn.backends.triton_replay import target
 from kvattn.kernels.hopper import order as sorting
 from kvattn.kernels.hopper import prefill as kernel
 from kvattn.kernels.hopper import rotate as rotation
@@ -224,7 +223,6 @@ class Prefill:
             left or 0, right or 0, r.attention_chunk,
         )  # fmt: skip
         self.constants = (variant, tiles.registers, tiles.copy_registers)
-        self.compiled: Any = None
 
     def order(self, r: Request, q: Tensor) -> Tensor | None:
         """Of a ragged batch with more work than programs: a launch that sorts its sequences."""
@@ -252,13 +250,7 @@ class Prefill:
             *lead, *out.stride()[:-1], *lead, *lse.stride(), *alibi_strides, *self.numbers,
             r.softmax_scale, r.softcap, scale, *self.constants,
         )  # fmt: skip
-        if isinstance(target(), Recording):
-            target().launch(kernel.prefill, self.grid, args, {}, num_warps=4)
-            return
-        if self.compiled is None:
-            found = kernel.prefill.warmup(*args, grid=self.grid, num_warps=4)
-            self.compiled = found[self.grid]
-        self.compiled(*args)
+        target().launch(kernel.prefill, self.grid, args, {}, num_warps=4)
 
 
 def _prepared(r: Request, q: Tensor, out: Tensor) -> Prefill:
@@ -284,8 +276,7 @@ def attend(r: Request, out: Tensor, lse: Tensor, tiles: Tiling | None = None) ->
     elif not _aligned(q):
         q = q.clone(memory_format=torch.contiguous_format)
     launch = _prepared(r, q, out) if tiles is None else Prefill(r, q, tiles)
-    with torch.cuda.device(q.device) if q.device.type == "cuda" else nullcontext():
-        launch(r, q, out, lse)
+    launch(r, q, out, lse)
 
 
 def ready(r: Request, q: Tensor) -> Tensor:
@@ -293,7 +284,7 @@ def ready(r: Request, q: Tensor) -> Tensor:
     cos = r.rotary_cos
     ragged = r.cu_seqlens_q is not None
     tokens = q.shape[0] if ragged else q.shape[0] * q.shape[1]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = target().passing(q.shape, q.dtype, q.device)
     *_, heads, dim = q.shape
     arguments = (
         q, out, r.cache_seqlens, r.cu_seqlens_q, r.cu_seqlens_k, r.cu_seqlens_k_new,

@@ -97,6 +97,10 @@ class Live:
     def counters(self, count: int, device: torch.device) -> Tensor:
         return WORKSPACES.counters(count, device, stream_of(device))
 
+    def passing(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory between two launches of a call, not initialised; too large to be kept."""
+        return torch.empty(shape, dtype=dtype, device=device)
+
     def launch(
         self,
         kernel: Any,
@@ -109,6 +113,20 @@ class Live:
         device = next(arg.device for arg in args if isinstance(arg, Tensor))
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             kernel[grid](*args, **constants, **options)
+
+
+class _Space(NamedTuple):
+    """A workspace that calls share."""
+
+    make: Callable[..., Tensor]
+    size: tuple[Any, ...]
+
+
+class _Passing(NamedTuple):
+    """Memory of one call."""
+
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 class Recording(Live):
@@ -134,12 +152,17 @@ class Recording(Live):
 
     def scratch(self, name: str, count: int, device: torch.device) -> Tensor:
         got = torch.empty(count, dtype=torch.float32, device=device)
-        self.fresh.append(((WORKSPACES.scratch, (name, count)), got))
+        self.fresh.append((_Space(WORKSPACES.scratch, (name, count)), got))
         return got
 
     def counters(self, count: int, device: torch.device) -> Tensor:
         got = torch.empty(count, dtype=torch.int32, device=device)
-        self.fresh.append(((WORKSPACES.counters, (count,)), got))
+        self.fresh.append((_Space(WORKSPACES.counters, (count,)), got))
+        return got
+
+    def passing(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        got = super().passing(shape, dtype, device)
+        self.fresh.append((_Passing(shape, dtype), got))
         return got
 
     def launch(
@@ -218,11 +241,11 @@ class Replay:
         self.out = self.names.index("out") if "out" in self.names else None
         self.given_out = r.out is not None
         kinds = [kind for kind, _ in recording.fresh]
-        spaces = [n for n, kind in enumerate(kinds) if not isinstance(kind, str)]
+        spaces = [n for n, kind in enumerate(kinds) if isinstance(kind, _Space)]
         self.spaces = [kinds[n] for n in spaces]
-        results = [n for n, kind in enumerate(kinds) if isinstance(kind, str)]
-        self.results = [kinds[n] for n in results]
-        order = {source: n for n, source in enumerate((*self.names, *results, *spaces))}
+        own = [n for n, kind in enumerate(kinds) if not isinstance(kind, _Space)]
+        self.own = [kinds[n] for n in own]
+        order = {source: n for n, source in enumerate((*self.names, *own, *spaces))}
         places = [order[source] for source in sources]
         self.launches = [_Filled.of(launch, places, len(order)) for launch in recording.launches]
         self.kept: dict[int, tuple[list[Tensor], list[int]]] = {}  # workspaces by stream
@@ -257,15 +280,20 @@ class Replay:
         out = None if self.out is None else tensors[self.out]
         lse = self.no_lse
         stream = active.get_current_stream(self.device.index)
-        for kind in self.results:
+        held = []
+        for kind in self.own:
             if kind == "out":
                 like = self.like
                 made = self.outputs.new_out() if like is None else torch.empty_like(tensors[like])
                 out = made
-            else:
+            elif kind == "lse":
                 made = lse = self.outputs.new_lse()
+            else:
+                made = torch.empty(kind.shape, dtype=kind.dtype, device=self.device)
+            held.append(made)
             addresses.append(made.data_ptr())
-        held = self._spaces(stream, addresses) if self.spaces else None
+        if self.spaces:
+            held += self._spaces(stream, addresses)
         for launch in self.launches:
             launch(addresses, stream)
         del held  # until here: the launches are in the stream's queue
