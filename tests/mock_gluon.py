@@ -8,6 +8,8 @@ stay within the memory their pointer belongs to. Layouts and the lowering are no
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import random
 import sys
 import threading
@@ -31,6 +33,9 @@ from mock_gluon_memory import (
     raw,
 )
 from torch import Tensor
+
+import kvattn.backends
+import kvattn.kernels
 
 DEADLOCK = 300.0  # seconds: a busy machine takes its time
 _lock = threading.RLock()
@@ -275,8 +280,17 @@ def _reduce(x: Value, axis: int, how: str) -> Value:
     return Value(data if data.dim() else data.item())
 
 
+def programs(count: int) -> Iterator[None]:
+    """Makes each program of a grid the current one, in any order: none is promised."""
+    global _program
+    for number in random.sample(range(count), count):
+        _program = Program(number, count)
+        yield
+        assert not _program.copies, "a copy nobody waits for"
+
+
 class Kernel:
-    """A jitted function: called as it is, or launched over a grid, one program after the other."""
+    """A jitted function: called as it is, or launched over a grid, one program at a time."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -289,11 +303,8 @@ class Kernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, num_warps: int = 4, **constants: Any) -> None:
-            global _program
-            for number in range(grid[0]):
-                _program = Program(number, grid[0])
+            for _ in programs(grid[0]):
                 self.function(*map(_argument, args), **constants)
-                assert not _program.copies, "a copy nobody waits for"
 
         return launch
 
@@ -364,6 +375,9 @@ def compat() -> ModuleType:
 @contextmanager
 def mocked(prefixes: Sequence[str]) -> Iterator[None]:
     """Modules that start with one of `prefixes` are imported afresh, over the mock of Gluon."""
+    for package in (kvattn.backends, kvattn.kernels):  # none of the others may meet the mock first
+        for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            importlib.import_module(found.name)
     kept = _forget(prefixes)
     sys.modules["kvattn.kernels.hopper.compat"] = compat()
     try:

@@ -12,7 +12,7 @@ from typing import Any
 import mock_gluon as base
 import mock_gluon_memory as memory
 import torch
-from mock_gluon import Kernel, Program
+from mock_gluon import Kernel
 from mock_gluon_memory import Descriptor, Pointer, Value
 from torch import Tensor
 
@@ -214,10 +214,8 @@ class Launched(Kernel):
         def launch(*args: Any, form: Any, REGISTERS: int, **_: Any) -> None:
             global _threads
             _threads = 32 * form.WARPS
-            for number in range(grid[0]):
-                base._program = Program(number, grid[0])
+            for _number in base.programs(grid[0]):
                 self.function(*map(base._argument, args), form, REGISTERS)
-                assert not base._program.copies, "a copy nobody waits for"
 
         return launch
 

@@ -84,6 +84,19 @@ def test_case(case: Case, shares: int, launch: ModuleType) -> None:
     wanted.check(out, lse, inputs)
 
 
+def test_sequences_that_begin_in_one_program(launch: ModuleType) -> None:
+    """One that is whole in a program is not counted with the next, whose end may be done first."""
+    case = replace(STEP, batch=4, lengths=(300, 290, 257, 450), seqlen_q=4, new=4, kv_heads=1)
+    inputs: dict[str, Any] = make_inputs(case)
+    wanted, r = expect(inputs), Request.of(**inputs, return_lse=True, backend="hopper")
+    tiling = replace(launch.tiling(r), each=1, parts=3)
+    for seed in range(8):
+        random.seed(seed)
+        out, lse = (x.fill_(math.nan) for x in r.outputs())
+        launch.decode(r, out, lse, tiling, common=left(r, 2, case.common))
+        wanted.check(out, lse, inputs)
+
+
 @pytest.mark.parametrize(("keys", "least"), [(256, 128), (256, 256), (256, 384), (0, 128)])
 @pytest.mark.parametrize("name", ["append", "inactive", "q 4"])
 def test_only_the_device_knows_how_long_it_is(

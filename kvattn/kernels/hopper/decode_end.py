@@ -231,7 +231,20 @@ def settle(results, strides, share, at, form: gl.constexpr):
     if results.PART is not None:  # noqa: SIM102  known when compiled
         if share.splits >= form.APART:
             gl.thread_barrier()
-            arrived = gl.atomic_add(results.COUNT + share.whole, 1, sem="acq_rel", scope="gpu")
-            if arrived == share.splits - 1:
-                gl.store(results.COUNT + share.whole, 0)
+            if form.APART > 1:
+                last = _is_last(results, share)
+            else:
+                last = share.splits == 1  # and leaves the counter to a sequence that begins here
+                if share.splits > 1:
+                    last = _is_last(results, share)
+            if last:
                 _merge(results, strides, share, at, form)
+
+
+@gluon.jit
+def _is_last(results, share):
+    """Counts a share as done; whether all others are, too."""
+    arrived = gl.atomic_add(results.COUNT + share.whole, 1, sem="acq_rel", scope="gpu")
+    if arrived == share.splits - 1:
+        gl.store(results.COUNT + share.whole, 0)
+    return arrived == share.splits - 1
