@@ -13,11 +13,16 @@ from kvattn.errors.cache_kinds import CacheSizeError, TokenCountError
 TokenCounts = Mapping[int, int] | Iterable[tuple[int, int]]
 
 
+def flag(value: Any) -> bool:
+    """Whether it is a bool of any kind; NumPy's, in earlier releases, is an index too."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
+
+
 def whole(value: Any) -> int | None:
     """An integer of any kind as Python's; None for everything else, bools and floats too."""
     if type(value) is int:
         return value
-    if isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
+    if flag(value):
         return None
     try:
         return index(value)

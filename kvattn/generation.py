@@ -246,8 +246,9 @@ def verify(
     from kvattn.integrations.transformers import unfuse
 
     unfuse(model)
+    capped = getattr(model.config, "attn_logit_softcapping", None)  # which SDPA leaves out
     try:
-        model.set_attn_implementation("sdpa")
+        model.set_attn_implementation("eager" if capped else "sdpa")
     except ValueError:  # what Transformers raises for models whose attention SDPA cannot do
         model.set_attn_implementation("eager")
     collector = _Collector(model, tokenizer, len(run.prompts), watch)

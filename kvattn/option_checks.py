@@ -12,14 +12,13 @@ from torch import Tensor
 
 from kvattn import errors as E
 from kvattn import quant
-from kvattn.counting import whole
+from kvattn.counting import flag, whole
 
 FLAGS = (
     *("causal", "rotary_interleaved", "only_qv", "return_lse", "batch_invariant", "deterministic"),
 )  # fmt: skip
 BIAS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-_FLAG_DTYPES = ("bool", "torch.bool")
 _FAR = 1 << 30  # beyond every position, and safe to add to one in 32 bits
 _SIZES = {"score_mod": (5, 7, 8), "mask_mod": (4, 6, 7)}
 
@@ -106,9 +105,9 @@ def _number(value: Any, name: str, kind: type[E.KvattnError]) -> float:
     if type(value) is float:
         number = value
     else:
-        flag = isinstance(value, bool) or str(getattr(value, "dtype", "")) in _FLAG_DTYPES
+        odd = flag(value) or isinstance(value, (str, bytes))
         try:
-            number = math.nan if flag or isinstance(value, (str, bytes)) else float(value)
+            number = math.nan if odd else float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError):  # torch's is the last one
             number = math.nan
     if not abs(number) <= _MOST:

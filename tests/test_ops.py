@@ -34,6 +34,7 @@ MISSING = no_compiler()
 INDUCTOR = pytest.param(
     "inductor", marks=pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 )
+RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
 COMPILERS = ["eager", "aot_eager", INDUCTOR]
 
 
@@ -266,6 +267,8 @@ def test_a_later_read_sees_the_append(compiler: str) -> None:
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_caches_that_are_views_of_one_buffer(compiler: str) -> None:
     """Views made outside the graph, values that are a part of the keys among them."""
+    if compiler == "inductor" and RELEASE < (2, 13):
+        pytest.skip("Inductor before 2.13 loses what is written to one of two such views")
 
     def step(q: Tensor, k: Tensor, v: Tensor, new: Tensor, lengths: Tensor) -> Any:
         call: dict[str, Any] = {"cache_seqlens": lengths, "page_table": TABLE}
