@@ -22,7 +22,7 @@ KERNELS = ("tile", "append", "decode")  # plain Triton whose device functions th
 
 
 class Boxes:
-    """Shared memory that TMA fills: blocks of lines, each line swizzled by its number."""
+    """Shared memory that TMA fills: blocks of lines, swizzled by their addresses."""
 
     def __init__(self, flat: Tensor, box: list[int]) -> None:
         self.flat, self.box, self.dtype = flat, box, flat.dtype
@@ -33,17 +33,22 @@ class Boxes:
         return Boxes(self.flat[at : at + size], self.box[1:])
 
     def fill(self, box: Tensor) -> None:
-        self.flat.copy_(_swizzled(box.reshape(-1, LINE)).flatten())
+        lines = box.reshape(-1, self.box[-1])
+        self.flat.copy_(_swizzled(lines, int(self.flat.storage_offset())).flatten())
 
     def seen_as(self, shape: Sequence[int], layout: list[list[int]]) -> Linear:
         return Linear(self.flat.view(shape[0], -1), list(shape[1:]), layout)
 
 
-def _swizzled(lines: Tensor) -> Tensor:
-    """Pieces of 8 elements of each line [.., LINE] in an order of its number; the way back too."""
-    pieces = lines.reshape(-1, LINE // 8, 8)
-    number = torch.arange(pieces.shape[0])[:, None] % 8
-    order = (torch.arange(8) ^ number)[..., None].expand(-1, -1, 8)
+def _swizzled(lines: Tensor, start: int = 0) -> Tensor:
+    """Pieces of 8 elements of each line in an order of the 128 bytes it is in; the way back too.
+
+    Lines are of 128 or 64 bytes; the first one lies `start` elements into shared memory.
+    """
+    count = lines.shape[-1] // 8
+    pieces = lines.reshape(-1, count, 8)
+    number = (start + torch.arange(pieces.shape[0])[:, None] * lines.shape[-1]) // LINE % count
+    order = (torch.arange(count) ^ number)[..., None].expand(-1, -1, 8)
     return pieces.gather(1, order).reshape(lines.shape)
 
 
@@ -155,12 +160,20 @@ def _atomic_add(pointer: Pointer, more: int, **_: Any) -> Value:
     return base._atomic_add(pointer, more)
 
 
-def _assembly(text: str, *rest: Any, **more: Any) -> Any:
-    return (
-        None
-        if text.startswith(("griddepcontrol", "prefetch"))
-        else base._assembly(text, *rest, **more)
-    )
+def _within(pointer: Pointer) -> None:
+    """Addresses are of the tensor: behind it there may be no memory."""
+    t, at = pointer.tensor, torch.as_tensor(pointer.offset)
+    end = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+    assert bool(((at >= 0) & (at <= end)).all()), "a call for memory behind a tensor"
+
+
+def _assembly(text: str, constraints: str, values: list[Any], **more: Any) -> Any:
+    if text.startswith("prefetch"):
+        _within(values[0])
+        return None
+    if text.startswith("griddepcontrol"):
+        return None
+    return base._assembly(text, constraints, values, **more)
 
 
 def _reduce(x: Any, axis: int, how: str) -> Value:
@@ -223,6 +236,7 @@ class Launched(Kernel):
 @contextmanager
 def mocked() -> Iterator[ModuleType]:
     """`kvattn.backends.hopper_decode_launch` over the mock."""
+    importlib.import_module("kvattn.backends.triton_prefix")  # whose kernels stay the real ones
     names = [f"kvattn.kernels.{name}" for name in KERNELS]
     fresh = ("kvattn.kernels.hopper", "kvattn.backends.hopper_decode_launch", *names)
     with base.mocked(fresh):

@@ -52,6 +52,27 @@ CASES = [
     case("full-queries", lengths=(100, 2), seqlen_q=3, causal=False, page_size=16),
     case("d128-dv64", lengths=(100, 30), dim=128, dim_v=64, page_size=32, **NEW),
     case("d64-dv128", lengths=(100, 30), dim_v=128, page_size=32, **NEW),
+    case("d96-pages-of-16", lengths=(130, 5), dim=96, page_size=16, **NEW),
+    case("d96-pages-of-24-norms", lengths=(130, 70), dim=96, page_size=24, norm="both", **NEW),
+    case("d96-pages-of-8-window", lengths=(200, 300), dim=96, page_size=8, window=(70, 0),
+         sinks=F32, dtype=F16),
+    case("d96-dense-one", batch=1, lengths=700, dim=96, new=1, rotary=96,
+         rotary_interleaved=False),
+    case("d96-64-rows", lengths=(200, 62), dim=96, heads=8, seqlen_q=8, new=8, rotary=64,
+         page_size=32),
+    case("d192-pages-of-16", lengths=(130, 5), dim=192, page_size=16, new=1, rotary=192),
+    case("d192-dense-softcap-fp16", lengths=(200, 130), dim=192, softcap=5.0, dtype=F16, **NEW),
+    case("d192-full-cache", batch=1, lengths=130, capacity=130, dim=192),
+    case("d192-16-rows-norms", lengths=(100, 30), dim=192, seqlen_q=3, new=3, norm="both",
+         page_size=8),
+    case("d192-dv128", lengths=(100, 30), dim=192, dim_v=128, page_size=32, **NEW),
+    case("d256-pages-of-64", batch=3, lengths=(200, -1, 65), dim=256, page_size=64, new=1,
+         rotary=256, rotary_interleaved=False),
+    case("d256-dense-window-sinks", lengths=(200, 30), seqlen_q=2, dim=256, window=(70, 1),
+         causal=False, sinks=F32),
+    case("d256-32-rows", lengths=(200, 62), dim=256, seqlen_q=8, new=8, rotary=64, page_size=16),
+    case("d256-64-rows-window", lengths=(200, 300), dim=256, heads=8, seqlen_q=5, window=(70, 0),
+         page_size=24, norm="both", **NEW),
     case("cache-rows", lengths=(100, 30), rows=4, batch_idx=(3, 1), **NEW),
     case("cast-new-tokens", lengths=(100, 30), new=1, new_dtype=F32, page_size=16),
     case("heads-first", lengths=(100, 30), page_size=16, layout="heads_first", **NEW),
@@ -121,7 +142,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"alibi": "heads"}, "slopes"),
     ({"chunk": 100}, "chunks"),
     ({"dim": 80}, "80"),
-    ({"dim": 256}, "256"),
+    ({"dim": 160}, "160"),
+    ({"dim": 96, "dim_v": 80}, "80"),
     ({"seqlen_q": 17}, "68"),
     ({"page_size": 4}, "4"),
     ({"page_size": 20}, "20"),
@@ -156,3 +178,11 @@ def test_leaves_what_is_as_fast_elsewhere() -> None:
     assert "36 query rows" in str(hopper.call_refuses(unnamed(asked)))
     assert hopper.call_refuses(unnamed(facts(seqlen_q=8))) is None
     assert hopper.call_refuses(unnamed(facts(batch=500, kv_heads=4))) is None
+
+
+@pytest.mark.parametrize("dim", [96, 192, 256])
+def test_what_was_not_measured_is_taken_if_named(dim: int) -> None:
+    asked = facts(dim=dim)
+    assert hopper_decode.refuses(asked) is None
+    assert f"head dims {dim} and {dim} was not measured" in str(hopper.call_refuses(unnamed(asked)))
+    assert hopper.call_refuses(unnamed(facts(dim=dim, seqlen_q=64))) is None  # prefill

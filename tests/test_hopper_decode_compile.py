@@ -15,6 +15,7 @@ from test_hopper_compile import SHARED, machine, triton
 
 from kvattn.backends import triton_launch
 from kvattn.backends.triton_replay import Live, _target
+from kvattn.kernels.hopper.compat import gl, gluon
 from kvattn.request import Request
 from kvattn.testing import Case, make_inputs
 
@@ -107,6 +108,14 @@ CASES = [
          rotary=64, options=ON_DEVICE, **FEW),
     Case("draft-32-rows-prefix-on-device", batch=8, lengths=900, page_size=16, seqlen_q=8, new=8,
          rotary=64, options=ON_DEVICE, **FEW),
+    Case("d96-append", batch=8, lengths=900, page_size=16, new=1, rotary=96, **{**FEW, "dim": 96}),
+    Case("d192-append", batch=8, lengths=900, page_size=64, new=1, rotary=192, sinks=F32,
+         **{**FEW, "dim": 192}),
+    Case("d256-dense", **{**FEW, "batch": 1, "lengths": 5000, "dim": 256}),
+    Case("d256-draft-16-rows", batch=8, lengths=900, page_size=64, seqlen_q=4, new=4, rotary=64,
+         **{**FEW, "dim": 256}),
+    Case("d256-draft-32-rows", batch=8, lengths=900, page_size=16, seqlen_q=8, new=8, rotary=64,
+         **{**FEW, "dim": 256}),
     Case("window-sinks-d64", batch=2, lengths=900, page_size=32, window=(127, 0), sinks=F32,
          **{**FEW, "dim": 64}),
 ]  # fmt: skip
@@ -141,3 +150,29 @@ def test_compiles_to_what_is_meant(
         room = find(code.lines, r"STS\.128", first)
         assert border < room
         assert count(code.lines[border:room], r"LDG") == 0  # all was asked for before a wait
+
+
+@gluon.jit
+def _copied(x, y, LINES: gl.constexpr, LINE: gl.constexpr, KEPT: gl.constexpr):  # type: ignore[no-untyped-def]
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1])
+    r = gl.arange(0, LINES, layout=gl.SliceLayout(1, L))[:, None] * LINE
+    at = r + gl.arange(0, LINE, layout=gl.SliceLayout(0, L))[None, :]
+    memory = gl.allocate_shared_memory(x.dtype.element_ty, [LINES, LINE], KEPT)
+    memory.store(gl.load(x + at))
+    gl.store(y + at, memory.load(L))
+
+
+@pytest.mark.parametrize("line", [64, 32])
+@pytest.mark.parametrize("box", [8, 16])
+def test_a_tile_lies_as_it_was_copied(line: int, box: int) -> None:
+    """Lines of a box: addresses are those of the swizzle that the copies are told of."""
+    from kvattn.backends.hopper_decode_launch import _tiles
+
+    bases = [[key, d] for warp, key, d in _tiles(16, line, line, box).offset_bases if warp == 0]
+    ours = gl.SharedLinearLayout(bases[: (box * line).bit_length() - 1], [], 1024)
+    x = torch.empty(box * line, dtype=BF16)
+    theirs, found = (
+        _copied.warmup(x, x, box, line, layout, grid=(1,), num_warps=4).asm["ptx"]
+        for layout in (gl.NVMMASharedLayout(2 * line, 16, rank=2), ours)
+    )
+    assert found == theirs

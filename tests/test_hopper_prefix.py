@@ -34,6 +34,8 @@ CASES = {
     "inactive": replace(PLAIN, lengths=(-1, 0, 300)),
     "q 4": replace(STEP, seqlen_q=4, new=4, kv_heads=1),
     "softcap, sinks": replace(STEP, softcap=5.0, sinks=BF16),
+    "head dim 96": replace(STEP, dim=96),
+    "head dim 256, q 4": replace(STEP, dim=256, seqlen_q=4, new=4, lengths=(300, 257, 290)),
     "one cache row": replace(PLAIN, page_size=None, rows=2, batch_idx=(1, 1, 1)),
 }
 
@@ -48,7 +50,8 @@ def left(r: Request, shares: int, common: int) -> Common:
     """What the kernel for the prefix leaves: sums of every row over shares of its keys."""
     q, heads = r.lead, r.kv_heads
     tokens, each = q.shape[1], q.shape[1] * r.heads // heads
-    part = torch.zeros(heads, shares, r.batch, each, r.pool.shape[-1])
+    dim = r.pool.shape[-1]
+    part = torch.zeros(heads, shares, r.batch, each, 1 << (dim - 1).bit_length())
     stats = torch.zeros(*part.shape[:-1], 2)
     stats[..., 0] = -math.inf
     for b, span in enumerate(r.spans):
@@ -68,7 +71,7 @@ def left(r: Request, shares: int, common: int) -> Common:
             for i, piece in enumerate(rows.chunk(shares) if until else ()):
                 top = s[:, piece].amax(1)
                 p = torch.exp2(s[:, piece] - top[:, None])
-                part[h, i, b] = p @ values[piece, h]
+                part[h, i, b, :, :dim] = p @ values[piece, h]
                 stats[h, i, b] = torch.stack([top, p.sum(1)], 1)
     return Common(part, stats, common, shares)
 
@@ -126,5 +129,5 @@ def test_it_is_said_who_reads_the_prefix(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(prefix, "EACH", 0)
     assert "the common prefix of 256 keys is read once" in hopper.kernel(facts)
     assert "read once, by a kernel before, if it has 256 keys or more" in hopper.kernel(unknown)
-    prefill = Request.of(**make_inputs(replace(STEP, dim=96)), backend="hopper").facts
+    prefill = Request.of(**make_inputs(replace(STEP, dim=80)), backend="hopper").facts
     assert "itself: a tile of the prefill kernel" in hopper.kernel(replace(prefill, device="cuda"))

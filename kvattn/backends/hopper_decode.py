@@ -9,7 +9,8 @@ ROWS = 64  # packed query rows of a sequence at most
 FASTER = 32  # of them, up to which this kernel is known to be the faster one
 BATCH = 512  # sequences whose lengths one program adds up
 _LINES = 8  # slots of a page that a copy brings at least
-_DIMS = (64, 128)
+_DIMS = (64, 96, 128, 192, 256)
+_MEASURED = (64, 128)  # of them, others are served if a call names this backend
 _ELSEWHERE = (
     *(("cu_seqlens_q", "ragged queries"), ("cu_seqlens_k", "ragged keys")),
     *(("cu_seqlens_k_new", "ragged new tokens"), ("seqused_q", "seqused_q")),
@@ -39,7 +40,10 @@ def refuses(facts: Facts) -> str | None:
 
 
 def _slower(facts: Facts) -> str | None:
-    """Why another backend is at least as fast, as was measured, or None."""
+    """Why another backend is at least as fast, as was measured, or may be; or None."""
+    dims = (facts.tensor("q").shape[-1], facts.tensor("v_cache").shape[-1])
+    if any(dim not in _MEASURED for dim in dims):
+        return f"decode with head dims {dims[0]} and {dims[1]} was not measured here"
     rows = facts.tensor("q").shape[1] * facts.tensor("q").shape[2]
     heads = facts.tensor("v_cache").shape[2]
     if rows > FASTER * heads:

@@ -53,7 +53,9 @@ class Tiling:
 
 def tiling(r: Request) -> Tiling:
     s = triton_decode.shape_of(r)
-    rows = next(n for n in (8, 16, 32, 64) if n >= min(s.rows, 64))
+    # 64 at once where a warpgroup has registers for them, and wgmma whole lines
+    most_rows = 64 if s.dims <= 256 and _line(r.lead) == _line(r.pool) == _LINE else 32
+    rows = next(n for n in (8, 16, 32, 64) if n >= min(s.rows, most_rows))
     row_tiles = -(-s.rows // rows)
     keys, programs = 16, 1 if rows == 32 or s.dims > 256 else 2
     stages = min(6, _RING // programs // (4 * keys * s.dims * s.width))
@@ -61,7 +63,7 @@ def tiling(r: Request) -> Tiling:
     most = max(1, -(-s.capacity // (4 * keys)))
     parts = max(1, s.processors * programs // programs_each)
     if rows == 32:
-        stages = min(stages, 5)  # the sums of eight warps take the room of one
+        stages -= 1  # the sums of eight warps take the room of one
     if s.splits > 0:
         each = s.splits
     elif s.batch == 1:
@@ -77,18 +79,24 @@ def tiling(r: Request) -> Tiling:
     return Tiling(rows, row_tiles, keys, stages, each, parts, programs, box, ahead)
 
 
+def _line(x: Tensor) -> int:
+    """Channels that lie together in shared memory: 128 bytes, or 64 where those do not fit."""
+    return _LINE if x.shape[-1] % _LINE == 0 else _LINE // 2
+
+
 @functools.cache
-def _tiles(keys: int, dim: int, box: int) -> Any:
+def _tiles(keys: int, dim: int, line: int, box: int) -> Any:
     """The layout [4, keys, dim] of a tile that was copied in boxes of `box` keys.
 
-    A box holds blocks of 64 channels one after the other, whose lines are swizzled by 128 bytes.
+    A box holds blocks of `line` channels one after the other: 16 bytes of a line change places by
+    the number of the 128 bytes that they are in.
     """
-    bases = [[0, 0, 1 << i] for i in range(6)]
+    bases = [[0, 0, 1 << i] for i in range(line.bit_length() - 1)]
     key = 1
     while key < box:
-        bases.append([key // keys, key % keys, 8 * key if key < 8 else 0])
+        bases.append([key // keys, key % keys, 8 * (key * line // _LINE) if key < 8 else 0])
         key *= 2
-    bases += [[0, 0, 1 << i] for i in range(6, dim.bit_length() - 1)]
+    bases += [[0, 0, 1 << i] for i in range(line.bit_length() - 1, dim.bit_length() - 1)]
     while key < 4 * keys:
         bases.append([key // keys, key % keys, 0])
         key *= 2
@@ -101,15 +109,20 @@ def _columns() -> Any:
     return gl.NVMMASharedLayout(128, 16, rank=2)
 
 
-def _box(cache: Tensor, rows: int, blocks: int) -> Any:
-    """[row or page, kv head, block of channels, slot, channel]."""
+def _box(cache: Tensor, rows: int, wide: bool) -> Any:
+    """[row or page, kv head, block of channels, slot, channel].
+
+    Blocks behind the last one come as zeros: a head in shared memory has a power of two of them.
+    """
     n, slots, heads, width = cache.shape
     b, s, h, _ = cache.stride()
-    shape = [n, heads, width // _LINE, slots, _LINE]
+    line = _line(cache)
+    shape = [n, heads, width // line, slots, line]
     spare = -(-width // 8) * 8
-    steps = [x if size > 1 else spare for size, x in zip(shape, (b, h, _LINE, s), strict=False)]
-    box = [1, 1, blocks, rows, _LINE]
-    return TensorDescriptor(cache, shape, [*steps, 1], box, gl.NVMMASharedLayout(128, 16, rank=5))
+    steps = [x if size > 1 else spare for size, x in zip(shape, (b, h, line, s), strict=False)]
+    box = [1, 1, 1 if wide else triton.next_power_of_2(width) // line, rows, line]
+    layout = gl.NVMMASharedLayout(2 * line, 16, rank=5)
+    return TensorDescriptor(cache, shape, [*steps, 1], box, layout)
 
 
 def _divisor(n: int) -> tuple[int, int, int]:
@@ -139,8 +152,8 @@ def _form(r: Request, t: Tiling, common: triton_decode.Common) -> Form:
         LEFT=left is not None, RIGHT=right is not None, CAPPED=r.softcap > 0,
         MR=mr, SPAN=max(1, 64 * (2 if t.rows == 32 else 1) // max(4, mr) // max(1, dv // 128)),
         OVERLAP=t.overlap, COMMON=common.shares > 0,
-        k_layout=_columns() if t.wide else _tiles(t.keys, d, t.box),
-        v_layout=_columns() if t.wide else _tiles(t.keys, dv, t.box),
+        k_layout=_columns() if t.wide else _tiles(t.keys, d, _line(r.lead), t.box),
+        v_layout=_columns() if t.wide else _tiles(t.keys, dv, _line(r.pool), t.box),
     )  # fmt: skip
 
 
@@ -198,9 +211,8 @@ def decode(
     left, right = r.window
     table_stride, lines, blocks, _ = triton_launch.table(r)
     args = (
-        _box(k_cache, form.BOX, 1 if form.WIDE else form.D // _LINE),
-        _box(r.pool, form.BOX, 1 if form.WIDE else form.DV // _LINE), q, k_cache, r.pool, out,
-        lse if r.return_lse else None, part, stats, count, k, v,
+        _box(k_cache, form.BOX, form.WIDE), _box(r.pool, form.BOX, form.WIDE), q, k_cache, r.pool,
+        out, lse if r.return_lse else None, part, stats, count, k, v,
         r.cache_seqlens, r.cache_batch_idx, r.page_table, triton_launch.rotary(r.rotary_cos),
         triton_launch.rotary(r.rotary_sin), r.rotary_seqlens, r.sinks,
         triton_launch.unit(r.q_norm_weight),

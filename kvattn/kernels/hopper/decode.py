@@ -10,7 +10,7 @@ fills, and stored from there. A third kind of warp runs ahead of the kernel in f
 from kvattn.kernels import tile
 from kvattn.kernels.hopper.compat import fence_async_shared, gl, gluon, reinterpret
 from kvattn.kernels.hopper.decode_ahead import call_ahead
-from kvattn.kernels.hopper.decode_copies import copy
+from kvattn.kernels.hopper.decode_copies import columns, copy
 from kvattn.kernels.hopper.decode_parts import (
     Cache,
     Fresh,
@@ -97,8 +97,8 @@ def decode(
     """
     STAGES: gl.constexpr = form.STAGES
     BOXES: gl.constexpr = STAGES * (form.BN // form.BOX)
-    k_data = _buffer(k, BOXES * (form.D // 64 // k.block_type.shape[2]))
-    v_data = _buffer(v, BOXES * (form.DV // 64 // v.block_type.shape[2]))
+    k_data = _buffer(k, BOXES * columns(k, form.D))
+    v_data = _buffer(v, BOXES * columns(v, form.DV))
     k_full = barriers(STAGES, 1)
     v_full = barriers(STAGES, 1)
     ready = barriers(1, 1)

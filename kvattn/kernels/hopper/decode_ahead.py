@@ -20,7 +20,8 @@ def _call(address):
 
 
 @gluon.jit
-def _call_tile(CACHE, steps, key, share, at, D: gl.constexpr, form: gl.constexpr):
+def _call_tile(CACHE, steps, key, share, at, D: gl.constexpr, DIM: gl.constexpr,
+               form: gl.constexpr):  # fmt: skip
     N: gl.constexpr = D // _LINE
     SPREAD: gl.constexpr = gl.BlockedLayout([1, N], [_LANES, 1], [1, 1], [1, 0])
     key = key + gl.arange(0, form.BN, layout=gl.SliceLayout(1, SPREAD))
@@ -35,6 +36,8 @@ def _call_tile(CACHE, steps, key, share, at, D: gl.constexpr, form: gl.constexpr
     row = block.to(gl.int64) * steps[0] + spot * steps[1] + share.head * steps[2]
     row = gl.where(there, row, 0)
     d = gl.arange(0, N, layout=gl.SliceLayout(0, SPREAD)) * _LINE
+    if DIM < D:
+        d = gl.minimum(d, DIM - 1)  # behind the last head there may be no memory
     _call(CACHE + row[:, None] + d[None, :])
 
 
@@ -46,5 +49,6 @@ def call_ahead(cache, strides, at, mask, form: gl.constexpr):
             share = share_of(run, extent, at, mask, ".cg", form)
             for i in range(gl.minimum(share.count, at.ahead)):
                 key = key_of(share, i, form)
-                _call_tile(cache.K, strides.k, key, share, at, form.D, form)
-                _call_tile(cache.V, strides.v, key, share, at, form.DV, form)
+                _call_tile(cache.K, strides.k, key, share, at, form.D, form.DIM, form)
+                _call_tile(cache.V, strides.v, key, share, at, form.DV, form.DIM_V,
+                           form)  # fmt: skip

@@ -24,12 +24,19 @@ def _pages(tile, lane, share, at, form: gl.constexpr):
         return gl.where(there, share.line.to(gl.int32), -1)
 
 
+@gluon.constexpr_function
+def columns(desc, dim):
+    """Boxes side by side that hold the channels of a key."""
+    _, _, blocks, _, line = desc.block_type.shape
+    return dim // (blocks * line)
+
+
 @gluon.jit
 def _fill(desc, data, full, slot, j, page, share, key, D: gl.constexpr, form: gl.constexpr):
-    """The j-th keys of a tile; blocks of 64 channels lie together in a box, or each in a column."""
+    """The j-th keys of a tile; blocks of channels lie together in a box, or each in a column."""
     BOXES: gl.constexpr = form.BN // form.BOX
     WIDTH: gl.constexpr = desc.block_type.shape[2]
-    COLUMNS: gl.constexpr = D // 64 // WIDTH
+    COLUMNS: gl.constexpr = columns(desc, D)
     spot = _spot(key + j * form.BOX, form)
     for c in gl.static_range(COLUMNS):
         load_box(desc, [page, share.head, c * WIDTH, spot, 0], full,
