@@ -44,6 +44,7 @@ def check(raw: Any) -> None:
     _rows(raw, count)
     _new_tokens(raw, count)
     option_checks.check(raw, count)
+    _aux_tensors(raw)
     if raw.out is not None:
         _out(raw)
 
@@ -103,7 +104,22 @@ def _tensors(raw: Any) -> None:
         if grad and tensor.requires_grad:
             if name == "out":
                 raise E.OutTensorError("out", "requires_grad=True", "a tensor that needs no grad")
-            raise E.RequiresGradError(name, "requires_grad=True under grad mode", "no gradient")
+            raise E.RequiresGradError(name, _GRAD, "no gradient")
+
+
+def _aux_tensors(raw: Any) -> None:
+    """What mods are handed is an input as any other; a number may lie on another device."""
+    device, grad = raw.v_cache.device, torch.is_grad_enabled()
+    for tensor in raw.aux_tensors or ():
+        if not_dense(tensor):
+            raise E.NotATensorError("aux_tensors", not_dense(tensor), "dense tensors")
+        if tensor.dim() > 0:
+            same_device("aux_tensors", tensor, "v_cache", device)
+        if grad and tensor.requires_grad:
+            raise E.RequiresGradError("aux_tensors", _GRAD, "no gradient")
+
+
+_GRAD = "requires_grad=True under grad mode"
 
 
 def same_device(name: str, tensor: Tensor, first: str, device: torch.device) -> None:
@@ -400,9 +416,11 @@ def _out(raw: Any) -> None:
 
 def own_memory(raw: Any) -> None:
     """out shares no memory with any other tensor of the call."""
-    for name in _TENSOR_NAMES:
-        other = getattr(raw, name, None)
-        if name != "out" and isinstance(other, Tensor) and overlap(raw.out, other):
+    inputs = [(name, getattr(raw, name, None)) for name in _TENSOR_NAMES if name != "out"]
+    inputs += [("aux_tensors", tensor) for tensor in raw.aux_tensors or ()]
+    inputs += [("block_sparse_tensors", field) for field in raw.block_sparse or ()]
+    for name, other in inputs:
+        if isinstance(other, Tensor) and overlap(raw.out, other):
             raise E.OutTensorError("out", f"memory shared with {name}", "memory of its own")
 
 

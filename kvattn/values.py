@@ -82,7 +82,7 @@ def check(r: Request) -> None:
     if r.gather_kv_indices is not None:
         _gathered(r, r.gather_kv_indices)
     if r.block_sparse is not None:
-        _block_rows(r, r.block_sparse)
+        _blocks(r, r.block_sparse)
     if strict and r.k is not None:
         _duplicates(r)
 
@@ -241,13 +241,27 @@ def _gathered(r: Request, indices: Tensor) -> None:
             raise E.BlockSparseError("gather_kv_indices", got, f"-1 to {span.keys - 1}")
 
 
-def _block_rows(r: Request, sparse: BlockSparse) -> None:
-    """Every query row lies in a block of rows that the counts speak of."""
+def _blocks(r: Request, sparse: BlockSparse) -> None:
+    """Counts speak of every query row and of entries that are there; no entry is negative."""
     longest = max((span.q_len for span in r.spans if span.active), default=0)
-    for counts in (sparse.mask_block_cnt, sparse.full_block_cnt):
-        if counts is not None and counts.shape[2] * sparse.block_size[0] < longest:
+    name = "block_sparse_tensors"
+    for counts, indices in (
+        (sparse.mask_block_cnt, sparse.mask_block_idx),
+        (sparse.full_block_cnt, sparse.full_block_idx),
+    ):
+        if counts is None or indices is None:
+            continue
+        if counts.shape[2] * sparse.block_size[0] < longest:
             got = f"{counts.shape[2]} blocks of {sparse.block_size[0]} rows"
-            raise E.BlockSparseError("block_sparse_tensors", got, f"blocks for {longest} rows")
+            raise E.BlockSparseError(name, got, f"blocks for {longest} rows")
+        room = indices.shape[-1]
+        wrong = (counts < 0) | (counts > room)
+        if wrong.any():
+            got = f"a count of {int(counts[wrong][0])}"
+            raise E.BlockSparseError(name, got, f"0 to {room}, the indices that are there")
+        listed = indices[torch.arange(room, device=counts.device) < counts[..., None]]
+        if (listed < 0).any():
+            raise E.BlockSparseError(name, f"block {int(listed.min())}", "blocks from 0")
 
 
 def _duplicates(r: Request) -> None:

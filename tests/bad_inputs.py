@@ -39,6 +39,7 @@ def ints(*numbers: int) -> Tensor:
 
 DENSE = Case(seqlen_q=2, lengths=(5, 3), capacity=8, out=True)
 APPEND = Case(seqlen_q=2, lengths=(5, 3), capacity=8, new=2, out=True)
+UNEVEN = Case(seqlen_q=2, lengths=(1, 5), capacity=8, out=True)  # too_small fits the first row
 PAGED = Case(seqlen_q=2, lengths=(5, 3), capacity=8, new=2, page_size=4, out=True)
 ROTARY = Case(seqlen_q=2, lengths=(5, 3), capacity=8, new=2, rotary=8, causal=True, out=True)
 NORMED = Case(seqlen_q=2, lengths=(5, 3), capacity=8, new=2, norm="both", out=True)
@@ -144,6 +145,28 @@ def no_mod(s: Tensor, b: Tensor) -> Tensor:
 
 def five(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return s
+
+
+def handed(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, info: Any, aux: Any) -> Tensor:
+    return s + aux[0][j]
+
+
+LEARNED = torch.zeros(99, requires_grad=True)
+
+
+def learned(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return s + LEARNED[j]
+
+
+def shared_with_aux(inputs: Inputs) -> Inputs:
+    out = torch.zeros(2, 2, 4, 32)
+    return {"out": out, "score_mod": handed, "aux_tensors": [out.view(-1)]}
+
+
+def shared_with_blocks(inputs: Inputs) -> Inputs:
+    out = torch.zeros(2, 2, 4, 32)
+    count, index = ints(1).view(1, 1, 1), out.view(I32)[:1, :1, :1, :1]
+    return {"out": out, "block_sparse_tensors": BlockSparse(count, index)}
 
 
 def too_small(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -389,7 +412,21 @@ OPTIONS = [
     Bad(61, E.ModCallableError, "aux_tensors", "no mod", DENSE, given(aux_tensors=[torch.ones(1)])),
     Bad(61, E.ModCallableError, "aux_tensors", "five arguments or fewer", DENSE,
         given(aux_tensors=[torch.ones(1)], score_mod=five)),
-    Bad(0, E.ModResultError, "score_mod", "IndexError", APPEND, given(score_mod=too_small)),
+    Bad(5, E.DeviceMismatchError, "aux_tensors", "meta", APPEND,
+        given(score_mod=handed, aux_tensors=[torch.zeros(99, device="meta")])),
+    Bad(67, E.RequiresGradError, "aux_tensors", "requires_grad", APPEND,
+        given(score_mod=handed, aux_tensors=[LEARNED])),
+    Bad(0, E.NotATensorError, "aux_tensors", "sparse", DENSE,
+        given(score_mod=handed, aux_tensors=[torch.zeros(99).to_sparse()])),
+    Bad(66, E.OutTensorError, "out", "shared with aux_tensors", DENSE, shared_with_aux),
+    Bad(66, E.OutTensorError, "out", "shared with block_sparse_tensors", DENSE,
+        shared_with_blocks),
+    Bad(62, E.BlockSparseError, "block_sparse_tensors", "a count of 2", DENSE,
+        blocks(mask_block_cnt=ints(2).view(1, 1, 1))),
+    Bad(62, E.BlockSparseError, "block_sparse_tensors", "a count of -1", APPEND,
+        blocks(full_block_cnt=ints(-1).view(1, 1, 1), full_block_idx=ints(0).view(1, 1, 1, 1))),
+    Bad(62, E.BlockSparseError, "block_sparse_tensors", "block -3", DENSE,
+        blocks(mask_block_idx=ints(-3).view(1, 1, 1, 1))),
     Bad(0, E.SoftmaxScaleError, "softmax_scale", "0.125", DENSE, given(softmax_scale="0.125")),
     Bad(0, E.SoftcapError, "softcap", "30", DENSE, given(softcap="30")),
     Bad(62, E.BlockSparseError, "block_sparse_tensors", "torch.int64", DENSE,
@@ -446,6 +483,14 @@ OPTIONS = [
                           ("return_softmax_lse", 1))),
     Bad(0, E.UnknownBackendError, "backend", "'gpu'", DENSE, given(backend="gpu")),
     Bad(0, E.BackendRefusesError, "backend", "softcap", DENSE, given(backend="cpu", softcap=1.0)),
+]  # fmt: skip
+
+# What only calling a mod tells: refused by backends that call it, before anything is written.
+MODS = [
+    *(Bad(0, E.ModResultError, "score_mod", "IndexError", case, given(score_mod=too_small))
+      for case in (APPEND, UNEVEN)),
+    Bad(67, E.RequiresGradError, "score_mod", "requires grad", APPEND, given(score_mod=learned)),
+    Bad(67, E.RequiresGradError, "score_mod", "requires grad", DENSE, given(score_mod=learned)),
 ]  # fmt: skip
 
 ODD = [
@@ -519,7 +564,8 @@ APPENDS = [
         lambda i: {"k_descale": torch.ones(1, 8, 2).expand(2, -1, -1)}),
 ]  # fmt: skip
 
-BAD = [*TENSORS, *LENGTHS, *OPTIONS, *ODD, *RENAMED, *APPENDS]
+ALWAYS = [*TENSORS, *LENGTHS, *OPTIONS, *ODD, *RENAMED, *APPENDS]  # whatever the backend
+BAD = [*ALWAYS, *MODS]
 
 
 def bad_call(bad: Bad) -> Inputs:

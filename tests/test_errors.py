@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bad_inputs import BAD, DENSE, PAGED, ROTARY, ROWS, Bad, bad_call, ints
+from bad_inputs import ALWAYS, BAD, DENSE, MODS, PAGED, ROTARY, ROWS, Bad, bad_call, ints
 from cases import BF16, F16, F32
 
 import kvattn
 from kvattn import errors as E
+from kvattn.checks import BACKENDS
 from kvattn.testing import Case, Inputs, make_inputs
 from kvattn.testing.expected import storage_bytes
 
@@ -29,8 +30,18 @@ def snapshot(inputs: Inputs) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("backend", [None, "reference"])
-@pytest.mark.parametrize("bad", BAD, ids=lambda bad: f"{bad.number}-{bad.kind.__name__}")
+CALLING = (None, "reference")  # backends that call mods on the CPU
+WRONG = [
+    *((bad, backend) for bad in ALWAYS for backend in (None, *BACKENDS)),
+    *((bad, backend) for bad in MODS for backend in CALLING),
+]
+
+
+@pytest.mark.parametrize(
+    ("bad", "backend"),
+    WRONG,
+    ids=[f"{bad.number}-{bad.kind.__name__}-{backend}" for bad, backend in WRONG],
+)
 def test_t70_bad_input(bad: Bad, backend: str | None) -> None:
     inputs = bad_call(bad)
     inputs.setdefault("backend", backend)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvattn import mods
 from kvattn.errors import mod_kinds as E
-from kvattn.errors.option_kinds import ModCallableError
+from kvattn.errors.option_kinds import ModCallableError, RequiresGradError
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
@@ -425,6 +425,16 @@ def test_captured_tensors_must_be_readable() -> None:
     tiny = torch.ones(H).to(torch.float8_e5m2)
     with pytest.raises(E.ModCaptureError, match="float8_e5m2"):
         lowered(lambda s, b, h, q, k: s + tiny[h].float())
+
+
+def test_captured_tensors_may_not_need_a_gradient() -> None:
+    learned = torch.ones(H, device=DEVICE, requires_grad=True)
+    unread = torch.ones(H, device=DEVICE, requires_grad=True)
+    with pytest.raises(RequiresGradError, match="a captured tensor"):
+        lowered(lambda s, b, h, q, k: s + learned[h])
+    with torch.no_grad():
+        lowered(lambda s, b, h, q, k: s + learned[h])
+    lowered(lambda s, b, h, q, k: s + unread.shape[0])
 
 
 def test_bounds_of_an_interval_are_checked() -> None:

@@ -299,3 +299,12 @@ def test_scratch_is_shared_by_the_calls_of_a_stream(kernel: Kernel) -> None:
     assert large.numel() > small.numel() and spaces.scratch("part", 1, device, 0) is large
     counters = spaces.counters(10, device, 0)
     assert not counters.any() and spaces.counters(100, device, 0) is counters
+
+
+def test_an_out_in_what_a_mod_captures_is_looked_at_again(kernel: Kernel) -> None:
+    table = torch.ones(2, 1, 4, 8)
+    mod = {"score_mod": lambda s, b, h, q, k: s + table.view(-1)[k]}
+    recorded = replay.record(request(out=torch.zeros(2, 1, 4, 8), **mod), reads(kernel, table))
+    r = request(out=torch.zeros(2, 1, 4, 8), **mod)
+    assert again(recorded, r) is not None and len(kernel.launched) == 1
+    assert again(recorded, r, out=table) is None and len(kernel.launched) == 1

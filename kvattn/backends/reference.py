@@ -42,8 +42,9 @@ def run(
 ) -> tuple[Tensor, Tensor] | None:
     """Appends the new tokens, then attends. Returns (out, lse), or None for an append alone."""
     r = r.apart()
-    if r.k is not None:
+    if r.k is not None or r.out is not None:
         try_mods(r)
+    if r.k is not None:
         append(r)
     if not r.attend:
         return None
@@ -425,11 +426,13 @@ def _mod(
         raise E.ModResultError(name, got, allowed, fix) from error
     if score is None and result.dtype is not torch.bool:
         raise E.ModResultError(name, f"a result of {result.dtype}", "torch.bool")
+    if result.requires_grad:
+        raise E.RequiresGradError(name, "a captured tensor that requires grad", "no gradient")
     return result
 
 
 def try_mods(r: Request) -> None:
-    """Calls the mods before anything is written: their mistakes must leave the caches alone."""
+    """Calls the mods before anything is written: their mistakes must leave caches and out alone."""
     for b, span in enumerate(r.spans):
         if not span.active or not span.q_len * span.keys:
             continue

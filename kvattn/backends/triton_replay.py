@@ -240,6 +240,7 @@ class Replay:
         self.sizes = [checks.extent(tensors[name]) for name in self.names]
         self.out = self.names.index("out") if "out" in self.names else None
         self.given_out = r.out is not None
+        self.captured = [(x.data_ptr(), checks.extent(x)) for x in recording.captured]
         kinds = [kind for kind, _ in recording.fresh]
         spaces = [n for n, kind in enumerate(kinds) if isinstance(kind, _Space)]
         self.spaces = [kinds[n] for n in spaces]
@@ -323,10 +324,10 @@ class Replay:
         if own is None:
             return True
         first, last = addresses[own], addresses[own] + self.sizes[own]
+        others = zip(addresses, self.sizes, strict=True)
+        given = [other for n, other in enumerate(others) if n != own]
         return any(
-            first < address + size and address < last
-            for n, (address, size) in enumerate(zip(addresses, self.sizes, strict=True))
-            if n != own
+            first < address + size and address < last for address, size in given + self.captured
         )
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from kvattn.errors.mod_kinds import IntervalError, TritonMissingError
-from kvattn.errors.option_kinds import ModCallableError
+from kvattn.errors.option_kinds import ModCallableError, RequiresGradError
 from kvattn.mods.approximate import tanh_approx
 from kvattn.mods.fingerprint import Fingerprint, arity
 from kvattn.mods.lowering import Layout, fill, layouts
@@ -184,6 +184,8 @@ def _lower(
     with _lock:
         found, layout = _traced(key, seen, argument, fn, aux_tensors, target)
     tensors = tuple([seen.tensors[s] if isinstance(s, int) else s for s in found.slots])
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise RequiresGradError(argument, "a captured tensor that requires grad", "no gradient")
     now = layouts(tensors)
     form = _form(found.text, now, now != layout)
     aligned = tuple([x.data_ptr() % 16 == 0 for x in tensors])
