@@ -34,10 +34,10 @@ def widen(x, KIND: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def narrow(x, KIND: tl.constexpr):
-    """fp32 to the bytes of a cache: FP8 saturates and keeps NaN, int8 rounds half to even."""
+    """fp32 to the bytes of a cache: FP8 saturates and keeps NaN, int8 rounds half to even, NaN to 0."""
     if KIND == 3:
+        x = tl.where(x == x, x, 0.0)  # first: the larger of NaN and a number is the number
         x = tl.minimum(tl.maximum(x, -127.0), 127.0)
-        x = tl.where(x == x, x, 0.0)
         shifted = x + 12582912.0  # 1.5 * 2**23: the sum rounds to an integer, half to even
         code = (shifted - 12582912.0).to(tl.int8)
     else:
