@@ -24,7 +24,7 @@ class Sequences:
         draw = partial(torch.randn, generator=generator, device="cpu")
         self.k = [draw(n, KV_HEADS, DIM).to(cache_dtype) for n in LENGTHS]
         self.v = [draw(n, KV_HEADS, DIM).to(cache_dtype) for n in LENGTHS]
-        self.q = [draw(8, group * KV_HEADS, DIM).to(dtype) for _ in LENGTHS]
+        self.q = [draw(40, group * KV_HEADS, DIM).to(dtype) for _ in LENGTHS]
 
     def call(
         self,
@@ -99,6 +99,36 @@ def test_any_number_of_query_tokens_gives_a_token_the_same_bits(backend: str, gr
     wanted = given.call(backend, queries=8)
     for queries in (1, 2, 5):
         assert_same_bits(given.call(backend, queries=queries), wanted)
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("bound", [None, 40, 300])
+def test_a_neighbour_with_many_query_tokens_leaves_the_bits(
+    backend: str, group: int, bound: int | None
+) -> None:
+    """And the bound is a hint. Few tokens and many may go to different kernels, each by its own."""
+    given = Sequences(BF16, BF16, group)
+    counts = (40, 1, 9, 5)
+    edges = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    k, v = (
+        torch.stack([torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 1100 - len(x))) for x in rows])
+        for rows in (given.k, given.v)
+    )
+    out, lse = attend(
+        backend,
+        q=torch.cat([q[-n:] for q, n in zip(given.q, counts, strict=True)]).to(DEVICE),
+        k_cache=k.to(DEVICE),
+        v_cache=v.to(DEVICE),
+        cache_seqlens=torch.tensor(LENGTHS, dtype=torch.int32).to(DEVICE),
+        cu_seqlens_q=edges.to(DEVICE),
+        max_seqlen_q=bound,
+        causal=True,
+        batch_invariant=True,
+    )
+    for i, queries in enumerate(counts):
+        rows = slice(int(edges[i]), int(edges[i + 1]))
+        alone = given.call(backend, who=(i,), queries=queries)
+        assert_same_bits({i: (out[rows].cpu(), lse[:, rows].cpu())}, alone)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def call_refuses(facts: Facts) -> str | None:
     if facts.score_mod or facts.mask_mod or facts.block_sparse:
         return "calls with mods or block-sparse tensors are left to the triton backend"
     if facts.option("batch_invariant"):
-        return "batch_invariant holds between prefill and decode, so the triton backend does both"
+        return "batch_invariant takes fixed shares of the keys, which the triton backend has"
     return _tensors_refuse(facts) or _few_or_many_refuse(facts)
 
 

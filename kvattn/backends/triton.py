@@ -50,18 +50,19 @@ def run(r: Request, plan: Plan | None = None) -> tuple[Tensor, Tensor] | None:
     if (r.score_mod is not None or r.mask_mod is not None) and values.readable(r.pool):
         reference.try_mods(r)  # a table of the wrong shape would read as zeros
     launch.lowered(r)  # a mod that no kernel can run is refused before anything is written
-    decode = r.attend and few.takes(r)
-    if r.k is not None and not (decode and few.appends(r)):
+    if r.k is not None and not (r.attend and few.takes(r) and few.appends(r)):
         launch.append(r)
     if not r.attend:
         return None
     out, lse = target().outputs(r)
-    if decode:
-        few.decode(r, out, lse, common.attend(r) if prefix.shared(r.facts) else few.Common())
-    elif many.takes(r):
-        many.attend(r, out, lse)
-    else:
-        launch.attend(r, out, lse)
+    for part in launch.by_length(r):
+        if few.takes(part):
+            shared = common.attend(part) if prefix.shared(part.facts) else few.Common()
+            few.decode(part, out, lse, shared)
+        elif many.takes(part):
+            many.attend(part, out, lse)
+        else:
+            launch.attend(part, out, lse)
     return out, lse
 
 

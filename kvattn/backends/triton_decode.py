@@ -18,7 +18,6 @@ from kvattn.request import Request
 
 _LEAF = 512  # keys in the first fixed shares of the batch-invariant mode
 _WAVES = 3  # programs a processor, where shares differ
-_ROWS = 32  # packed query rows of a sequence at most; in the batch-invariant mode 8 tokens too
 _BATCH = 1024  # sequences whose lengths one program adds up
 
 
@@ -171,8 +170,9 @@ def takes(r: Request) -> bool:
         return False
     if r.cu_seqlens_q is not None and (r.max_seqlen_q is None or r.batch > _BATCH):
         return False
-    group = r.heads // r.kv_heads
-    return _longest(r) * group <= max(_ROWS, 8 * group if r.batch_invariant else 0)
+    if r.batch_invariant:
+        return _longest(r) <= launch.few_tokens(r)
+    return _longest(r) * (r.heads // r.kv_heads) <= launch.ROWS
 
 
 def _longest(r: Request) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from kvattn.request import Request
 _KINDS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2, torch.int8: 3}
 TL = {torch.float16: triton.language.float16, torch.bfloat16: triton.language.bfloat16}
 _LEAF = 512  # keys in a fixed share of the batch-invariant mode
+ROWS = 32  # packed query rows of a sequence that the decode kernel takes at most
 
 
 def raw(x: Tensor | None) -> Tensor | None:
@@ -256,6 +258,30 @@ def edits(r: Request) -> bool:
     return r.softcap > 0 or any(x is not None for x in more)
 
 
+def few_tokens(r: Request) -> int:
+    """Query tokens of a sequence that count as few in the batch-invariant mode."""
+    return max(8, ROWS * r.kv_heads // max(1, r.heads))
+
+
+def by_length(r: Request) -> tuple[Request, ...]:
+    """Sequences of few query tokens and of many, in the batch-invariant mode: a sequence's own
+    queries decide which kernel it gets, not the longest of the batch."""
+    edges, limit = r.cu_seqlens_q, few_tokens(r)
+    if not r.batch_invariant or edges is None or r.batch == 0:
+        return (r,)
+    most = min(r.lead.shape[0], r.max_seqlen_q or r.lead.shape[0])
+    if most <= limit:
+        return (replace(r, max_seqlen_q=most),)
+    lengths = edges.diff()
+    if r.seqused_q is not None:
+        lengths = lengths.minimum(r.seqused_q)
+    few = lengths.where(lengths <= limit, 0)
+    return (
+        replace(r, seqused_q=few, max_seqlen_q=limit),
+        replace(r, seqused_q=lengths - few, max_seqlen_q=most),
+    )
+
+
 def attend(r: Request, out: Tensor, lse: Tensor) -> None:
     """One launch over all row tiles, kv heads and shares of the keys."""
     lead, heads = r.lead, r.kv_heads
@@ -271,7 +297,7 @@ def attend(r: Request, out: Tensor, lse: Tensor) -> None:
     edited = edits(r)
     rows = longest * group
     if r.batch_invariant:  # one tile for any few query tokens
-        rows = 16 if longest <= 8 else 64
+        rows = 16 if longest <= few_tokens(r) else 64
     bm, bn, warps, stages = _tile(r, rows, edited or mods.mask is not None)
     tiles = -(-total * group // bm)
     all_tiles = total * group // bm + r.batch if ragged else tiles * r.batch

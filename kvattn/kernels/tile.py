@@ -34,7 +34,7 @@ def widen(x, KIND: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def narrow(x, KIND: tl.constexpr):
-    """fp32 to the bytes of a cache: FP8 saturates and keeps NaN, int8 rounds half to even, NaN to 0."""
+    """fp32 as a cache's bytes: FP8 saturates and keeps NaN; int8 rounds half to even, NaN is 0."""
     if KIND == 3:
         x = tl.where(x == x, x, 0.0)  # first: the larger of NaN and a number is the number
         x = tl.minimum(tl.maximum(x, -127.0), 127.0)
