@@ -253,6 +253,8 @@ def flash_attn_varlen_func(
     *,
     page_table: Tensor | None = None,
     min_seqlen_k: int | None = None,
+    seqlen_k_per_split: int | None = None,
+    disable_scheduler_metadata: bool = False,
     common_prefix_len: int | Tensor = 0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -286,7 +288,8 @@ def flash_attn_varlen_func(
             (pages, page_size, Hk, ...) with `page_table`, which excludes `cu_seqlens_k`.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 row borders of the sequences.
         max_seqlen_q, max_seqlen_k, min_seqlen_k, num_splits, pack_gqa, deterministic, sm_margin,
-            scheduler_metadata: hints; results never change beyond rounding.
+            scheduler_metadata, seqlen_k_per_split, disable_scheduler_metadata: hints; results
+            never change beyond rounding.
         seqused_q: (B,) int32: only the first rows of a sequence are queries; later rows of the
             output are not written (0 where kvattn allocates it).
         seqused_k: (B,) int32: only the first keys of a sequence are used.
@@ -339,6 +342,8 @@ def flash_attn_varlen_func(
         deterministic=deterministic,
         sm_margin=sm_margin,
         min_seqlen_k=min_seqlen_k,
+        seqlen_k_per_split=seqlen_k_per_split,
+        disable_scheduler_metadata=disable_scheduler_metadata,
         common_prefix_len=common_prefix_len,
         return_lse=with_lse,
         sinks=one(sinks=sinks, s_aux=s_aux, learnable_sink=learnable_sink),

@@ -32,6 +32,7 @@ _SCALARS = (
     *("SymInt attention_chunk", "float softcap", "bool rotary_interleaved", "bool only_qv"),
     *("SymInt? max_seqlen_q", "SymInt? max_seqlen_k", "SymInt? min_seqlen_k", "SymInt num_splits"),
     *("bool? pack_gqa", "SymInt sm_margin", "bool batch_invariant", "bool deterministic"),
+    *("SymInt? seqlen_k_per_split", "bool disable_scheduler_metadata"),
     *("float norm_eps", "float dropout_p", "str? backend", "SymInt common_prefix_len"),
 )
 _EAGER = ("score_mod", "mask_mod", "aux_tensors", "block_sparse_tensors")
@@ -40,6 +41,7 @@ _NUMBERS: dict[str, Any] = {"cache_seqlens": (int, NoneType)} | dict.fromkeys(
 )  # tensor arguments that may also be a number
 _SCALAR_NAMES = tuple(scalar.split()[1] for scalar in _SCALARS)
 _ZEROS = ("attention_chunk", "softcap", "num_splits", "sm_margin", "common_prefix_len")  # if None
+_OFF = ("causal", "only_qv", "batch_invariant", "deterministic", "disable_scheduler_metadata")
 _KINDS = {"bool": (bool,), "SymInt": (int,), "float": (int, float), "str": (str,)}
 _SCALAR_KINDS: dict[str, Any] = {
     name: _KINDS[kind.rstrip("?")] + (NoneType,) * (kind.endswith("?") or name in _ZEROS)
@@ -179,7 +181,7 @@ def _flat(arguments: dict[str, Any]) -> tuple[Any, ...]:
     given["softcap"], given["dropout_p"] = float(given["softcap"]), float(given["dropout_p"])
     given.setdefault("rotary_interleaved", True)
     given["norm_eps"] = float(given.get("norm_eps", EPS))
-    for name in ("causal", "only_qv", "batch_invariant", "deterministic"):
+    for name in _OFF:
         given.setdefault(name, False)
     return tuple(given.get(name) for name in (*_TENSORS, *_SCALAR_NAMES))
 

@@ -16,7 +16,8 @@ from kvattn.counting import flag, whole
 
 FLAGS = (
     *("causal", "rotary_interleaved", "only_qv", "return_lse", "batch_invariant", "deterministic"),
-)  # fmt: skip
+    "disable_scheduler_metadata",
+)
 BIAS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _FAR = 1 << 30  # beyond every position, and safe to add to one in 32 bits
@@ -70,7 +71,7 @@ def normalise(raw: Any) -> None:
             device = getattr(raw.v_cache, "device", None)
             factor = _number(scale, name, E.DescaleError)
             setattr(raw, name, torch.tensor(factor, dtype=torch.float32, device=device))
-    for name in ("max_seqlen_q", "max_seqlen_k", "min_seqlen_k"):
+    for name in ("max_seqlen_q", "max_seqlen_k", "min_seqlen_k", "seqlen_k_per_split"):
         bound = getattr(raw, name)
         if bound is not None:
             setattr(raw, name, _integer(bound, name, E.IntArgumentError))

@@ -276,6 +276,8 @@ _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Reque
     "block_sparse_tensors": None,
     "dropout_p": 0.0,
     "deterministic": False,
+    "seqlen_k_per_split": None,
+    "disable_scheduler_metadata": False,
     "min_seqlen_k": None,
 }
 

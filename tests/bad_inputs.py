@@ -298,6 +298,8 @@ LENGTHS = [
     Bad(0, E.LengthOverCapacityError, "seqused_k[1]", "4", VARLEN, set_to("seqused_k", 5, 4),
         kvattn.flash_attn_varlen_func),
     Bad(0, E.IntArgumentError, "max_seqlen_q", "2.5", DENSE, given(max_seqlen_q=2.5)),
+    *(Bad(0, E.IntArgumentError, name, "-1", VARLEN, given(**{name: -1}),
+          kvattn.flash_attn_varlen_func) for name in ("min_seqlen_k", "seqlen_k_per_split")),
     *(Bad(0, E.CommonPrefixError, "common_prefix_len", repr(value), PAGED,
           given(common_prefix_len=value)) for value in (-1, 2.0, True, 13)),
     Bad(0, E.CommonPrefixError, "common_prefix_len", "9", ROWS, given(common_prefix_len=9)),
@@ -521,7 +523,7 @@ ODD = [
                          ("norm_eps", E.NormEpsError))),
     *(Bad(0, E.FlagError, name, shown, VARLEN, given(**{name: value}),
           kvattn.flash_attn_varlen_func)
-      for name in ("return_lse", "return_attn_probs")
+      for name in ("return_lse", "return_attn_probs", "deterministic", "disable_scheduler_metadata")
       for value, shown in ((0, "0"), (None, "None"), (torch.ones(2), "tensor"))),
     *(Bad(0, E.DropoutError, "dropout_p", shown, VARLEN, given(dropout_p=value),
           kvattn.flash_attn_varlen_func)

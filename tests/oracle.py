@@ -78,6 +78,8 @@ WITHOUT_EFFECT = {
     "batch_invariant",
     "deterministic",
     "min_seqlen_k",
+    "seqlen_k_per_split",
+    "disable_scheduler_metadata",
     "backend",
 }
 

@@ -35,6 +35,8 @@ HINTS = {
         "rel_bias_prep_cache",
         "batch_invariant",
         "deterministic",
+        "seqlen_k_per_split",
+        "disable_scheduler_metadata",
         "backend",
     ),
 }
@@ -202,6 +204,31 @@ def test_positional_arguments_are_in_the_order_of_flash_attention_3() -> None:
                             "window_size", "attention_chunk", "softcap", "rotary_interleaved",
                             "scheduler_metadata", "num_splits", "pack_gqa", "sm_margin",
                             "return_softmax_lse"]  # fmt: skip
+
+
+def test_the_ragged_and_the_padded_call_have_the_order_of_flash_attention_3() -> None:
+    scales = ["q_descale", "k_descale", "v_descale"]
+    rest = ["softmax_scale", "causal", "qv", *scales, "window_size", "attention_chunk",
+            "softcap", "num_splits", "pack_gqa", "deterministic", "sm_margin",
+            "return_attn_probs"]  # fmt: skip
+    lengths = ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_q",
+               "seqused_k"]  # fmt: skip
+    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    for function, order in (
+        (kvattn.flash_attn_func, ["q", "k", "v", *rest]),
+        (kvattn.flash_attn_varlen_func, ["q", "k", "v", *lengths, *rest]),
+    ):
+        parameters = inspect.signature(function).parameters.values()
+        assert [p.name for p in parameters if p.kind is positional] == order
+
+
+def test_hints_of_the_ragged_call_change_nothing() -> None:
+    inputs = make_inputs(PACKED, device=DEVICE)
+    hints = {"min_seqlen_k": 1, "seqlen_k_per_split": 128, "disable_scheduler_metadata": True}
+    call: Any = kvattn.flash_attn_varlen_func
+    wanted = call(**inputs)
+    for name, hint in hints.items():
+        assert torch.equal(call(**inputs, **{name: hint}), wanted)
 
 
 # Inputs that other libraries refuse, or that look odd, and are fine: the numbers of the list of
