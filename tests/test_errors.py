@@ -106,6 +106,36 @@ def test_mistakes_in_the_smaller_functions(
     assert X.any().item() is False
 
 
+@pytest.mark.parametrize(
+    ("change", "got", "allowed"),
+    [
+        ({"q": torch.zeros(2, 1, 4, 8)}, "head dim 8", "32, as in k"),
+        ({"v": torch.zeros(2, 5, 2, 32, dtype=F16)}, "torch.float16", "torch.float32, as k"),
+        ({"q": torch.zeros(2, 1, 4, 32, device="meta"), "sinks": torch.zeros(4)}, "cpu",
+         "meta, where q is"),
+        ({"v": torch.zeros(2, 5, 2, 32, device="meta")}, "meta", "cpu, where q is"),
+    ],
+)  # fmt: skip
+def test_errors_of_the_ragged_call_speak_of_its_arguments(
+    change: Inputs, got: str, allowed: str
+) -> None:
+    inputs = {"q": torch.zeros(2, 1, 4, 32), **dict.fromkeys("kv", torch.zeros(2, 5, 2, 32))}
+    call: Any = kvattn.flash_attn_varlen_func
+    with pytest.raises(E.KvattnError) as caught:
+        call(**inputs | change)
+    assert (caught.value.got, caught.value.allowed) == (got, allowed)
+
+
+def test_an_out_in_the_keys_of_a_ragged_call() -> None:
+    k = torch.zeros(2, 5, 2, 32)
+    with pytest.raises(E.OutTensorError) as caught:
+        kvattn.flash_attn_varlen_func(k[:, :1], k, k.clone(), out=k[:, :1])
+    assert caught.value.got == "memory shared with q"
+    with pytest.raises(E.OutTensorError) as caught:
+        kvattn.flash_attn_varlen_func(k[:, :1].clone(), k, k.clone(), out=k[:, :1])
+    assert caught.value.got == "memory shared with k"
+
+
 def duplicates() -> list[Inputs]:
     """Appends in which two new tokens go to one slot: by row, by page, by slot."""
     rows = make_inputs(ROWS) | {"cache_batch_idx": ints(1, 1), "cache_seqlens": ints(3, 4)}

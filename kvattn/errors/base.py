@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar
 
 
@@ -48,9 +49,13 @@ class KvattnError(Exception):
 
     def renamed(self, names: dict[str, str]) -> KvattnError:
         """The same error under the names that the caller of another function wrote."""
-        name, bracket, index = self.argument.partition("[")
-        argument = names.get(name, name) + bracket + index
-        return type(self)(argument, self.got, self.allowed, self.fix)
+
+        def spoken(text: Any) -> Any:
+            if not isinstance(text, str):
+                return text
+            return re.sub(r"\w+", lambda word: names.get(word[0], word[0]), text)
+
+        return type(self)(spoken(self.argument), spoken(self.got), spoken(self.allowed), self.fix)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.argument, self.got, self.allowed, self.fix)
