@@ -266,9 +266,10 @@ def few_tokens(r: Request) -> int:
 def by_length(r: Request) -> tuple[Request, ...]:
     """Sequences of few query tokens and of many, in the batch-invariant mode: a sequence's own
     queries decide which kernel it gets, not the longest of the batch."""
-    edges, limit = r.cu_seqlens_q, few_tokens(r)
-    if not r.batch_invariant or edges is None or r.batch == 0:
+    edges = r.cu_seqlens_q
+    if not r.batch_invariant or edges is None:
         return (r,)
+    limit = few_tokens(r)
     most = min(r.lead.shape[0], r.max_seqlen_q or r.lead.shape[0])
     if most <= limit:
         return (replace(r, max_seqlen_q=most),)
