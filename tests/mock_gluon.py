@@ -384,7 +384,7 @@ def mocked(prefixes: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         _forget(prefixes)
-        for name, module in kept.items():
+        for name, module in sorted(kept.items()):  # packages before what is in them
             sys.modules[name] = module
             parent, _, child = name.rpartition(".")
             setattr(sys.modules[parent], child, module)

@@ -81,6 +81,9 @@ CASES = [
     case("norm-of-q", lengths=(70, 3), seqlen_q=2, norm="q", page_size=16),
     case("norm-of-k", lengths=(70, 3), norm="k", options={"norm_eps": 1.0}, page_size=16, **NEW),
     case("norms-cast-new-tokens", lengths=(100, 30), new_dtype=F32, norm="both", **NEW),
+    case("inactive-row-appends-nothing", batch=3, lengths=(130, -1, 5), capacity=200, **NEW),
+    case("inactive-row-64-rows", batch=3, lengths=(130, -1, 5), capacity=200, heads=8, seqlen_q=8,
+         new=8, rotary=64),
     case("more-new-than-rows", lengths=(200, 62), new=4, page_size=16, causal=False),
 ]  # fmt: skip
 

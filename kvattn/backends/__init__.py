@@ -51,6 +51,13 @@ def prepare(r: Request, lasting: bool = False) -> Prepared | None:
     return None if lasting and not backend.lasting else backend.prepare(r)
 
 
+def _checked(t: Tensor, grad: bool, inside: bool) -> list[Any]:
+    """What structural checks ask of a tensor, as in the keys of forms."""
+    refused = grad and t.requires_grad
+    guarded = not inside and t.is_inference()  # may not be written
+    return [t.shape, t.stride(), t.dtype, t.device, refused, guarded]
+
+
 class Repeated:
     """A checked call, for other tensors of the same form.
 
@@ -60,7 +67,8 @@ class Repeated:
 
     def __init__(self, r: Request, tensors: dict[str, Any]) -> None:
         self._request = r
-        self._form = [(name, t.shape, t.stride(), t.dtype) for name, t in tensors.items()]
+        grad, inside = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self._form = [(name, *_checked(t, grad, inside)) for name, t in tensors.items()]
         self._prepared: Prepared | None = None
         self._held: dict[str, Any] = {}
         self._asked = False
@@ -69,9 +77,10 @@ class Repeated:
         """(out, lse), or None if the tensors differ in form."""
         if len(tensors) != len(self._form):
             return None
-        for name, shape, stride, dtype in self._form:
+        grad, inside = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        for name, *checked in self._form:
             t = tensors.get(name)
-            if t is None or t.shape != shape or t.stride() != stride or t.dtype != dtype:
+            if t is None or _checked(t, grad, inside) != checked:
                 return None
         if not self._asked:  # the first repetition shows that there are any
             self._prepare(tensors)

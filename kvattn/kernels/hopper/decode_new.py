@@ -33,7 +33,7 @@ def _news(X, NORM, steps, place_of, fresh, share, place, at, D: gl.constexpr, DI
     d = gl.arange(0, D, layout=gl.SliceLayout(0, SPREAD))
     t = gl.arange(0, form.NEW, layout=gl.SliceLayout(1, SPREAD))
     spot = (share.old + t).to(gl.int64)
-    mine = (t < at.steps) & (spot < share.keys) & share.ends
+    mine = (t < at.steps) & (spot < share.keys) & share.ends & share.active
     block = page_of(gl.where(mine, share.old + t, 0), share, at, form)
     rows = share.b * steps[0] + t.to(gl.int64) * steps[1] + share.head * steps[2]
     raw = fetch(X, NORM, rows, d, mine, place + t, fresh, DIM, HALF, form.INTERLEAVED)
