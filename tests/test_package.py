@@ -227,7 +227,8 @@ def test_fresh_memory_of_the_package_is_poisoned(call: str, dtype: torch.dtype) 
 
 
 def test_poison_leaves_compiled_code_whole() -> None:
-    scope: dict[str, Any] = {"__name__": "kvattn.kernels", "torch": torch}
+    # PyTorch 2.11 looks for the global in the module of that name, which must have it
+    scope: dict[str, Any] = {"__name__": "kvattn.request", "torch": torch}
     exec("def double(x):\n    return torch.empty_like(x).copy_(x) + x", scope)
     double = torch.compile(scope["double"], fullgraph=True, backend="eager")
     assert double(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
