@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from importlib.metadata import PackageNotFoundError, version
+
 from kvattn.backends import prefix
 from kvattn.request import Facts
 
@@ -19,8 +22,20 @@ _ELSEWHERE = (
 )
 
 
+@functools.cache
+def _unknown_release() -> str | None:
+    """Of Triton: from 3.7 on the kernel was not seen to compile, with 3.8 it does not."""
+    try:
+        release = version("triton")
+    except PackageNotFoundError:
+        return None
+    return None if release.startswith("3.6.") else f"decode was not compiled by Triton {release}"
+
+
 def refuses(facts: Facts) -> str | None:
     """Why the decode kernel cannot take a call whose tensors suit TMA, or None."""
+    if _unknown_release():
+        return _unknown_release()
     for tensor, words in _ELSEWHERE:
         if facts.has(tensor):
             return f"decode with {words} is left to the triton backend"
