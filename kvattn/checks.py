@@ -95,8 +95,7 @@ def _tensors(raw: Any) -> None:
                 continue  # a scalar, the former expanded in _lengths
             fix = _FA2_ORDER if name == "seqused_q" and isinstance(tensor, float) else None
             raise E.NotATensorError(name, type(tensor).__name__, "a torch.Tensor or None", fix)
-        if not_dense(tensor):
-            raise E.NotATensorError(name, not_dense(tensor), "a dense torch.Tensor")
+        dense(name, tensor)
         if device is None:
             device, first = tensor.device, name
         else:
@@ -120,6 +119,14 @@ def _aux_tensors(raw: Any) -> None:
 
 
 _GRAD = "requires_grad=True under grad mode"
+
+
+def dense(name: str, tensor: Tensor) -> None:
+    """Raises unless it is a tensor with strides."""
+    if not isinstance(tensor, Tensor):
+        raise E.NotATensorError(name, type(tensor).__name__, "a torch.Tensor")
+    if not_dense(tensor):
+        raise E.NotATensorError(name, not_dense(tensor), "a dense torch.Tensor")
 
 
 def same_device(name: str, tensor: Tensor, first: str, device: torch.device) -> None:

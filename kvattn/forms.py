@@ -17,6 +17,7 @@ from torch import Tensor
 from kvattn import checks, values
 from kvattn.mods.fingerprint import captured
 from kvattn.norm import EPS
+from kvattn.option_checks import FLAGS
 from kvattn.plan import Prepared
 from kvattn.request import NAMES, Request, Span, check_structure
 
@@ -219,22 +220,15 @@ def _mods(given: dict[str, Any], tensors: list[Tensor]) -> Key | None:
     return key, *[(x.data_ptr(), x.shape, x.stride(), x.requires_grad) for x in read]
 
 
-_OFF = (
-    *("causal", "only_qv", "batch_invariant", "return_lse", "deterministic"),
-    "disable_scheduler_metadata",
-)
 # Left out of keys where they are these very objects; None is left out everywhere.
 _USUAL: dict[str, Any] = {
-    **dict.fromkeys(_OFF, False),
+    **dict.fromkeys(FLAGS, False),
     **dict.fromkeys(("attention_chunk", "num_splits", "sm_margin", "common_prefix_len"), 0),
     "rotary_interleaved": True,
     "norm_eps": EPS,
 }
 # Their None is a mistake, and not what is left out.
-_SWITCHES = (
-    *_OFF,
-    *("rotary_interleaved", "norm_eps"),
-)
+_SWITCHES = (*FLAGS, "norm_eps")
 _SOURCES = {"cache_seqlens": "seqused_k", "cu_seqlens_k_new": "cu_seqlens_q"}
 
 

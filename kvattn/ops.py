@@ -17,6 +17,7 @@ from torch import Tensor
 from kvattn import checks, forms
 from kvattn.backends import Repeated, execute, prepare
 from kvattn.norm import EPS
+from kvattn.option_checks import FLAGS
 from kvattn.request import Request
 
 _TENSORS = (
@@ -41,7 +42,6 @@ _NUMBERS: dict[str, Any] = {"cache_seqlens": (int, NoneType)} | dict.fromkeys(
 )  # tensor arguments that may also be a number
 _SCALAR_NAMES = tuple(scalar.split()[1] for scalar in _SCALARS)
 _ZEROS = ("attention_chunk", "softcap", "num_splits", "sm_margin", "common_prefix_len")  # if None
-_OFF = ("causal", "only_qv", "batch_invariant", "deterministic", "disable_scheduler_metadata")
 _KINDS = {"bool": (bool,), "SymInt": (int,), "float": (int, float), "str": (str,)}
 _SCALAR_KINDS: dict[str, Any] = {
     name: _KINDS[kind.rstrip("?")] + (NoneType,) * (kind.endswith("?") or name in _ZEROS)
@@ -181,7 +181,7 @@ def _flat(arguments: dict[str, Any]) -> tuple[Any, ...]:
     given["softcap"], given["dropout_p"] = float(given["softcap"]), float(given["dropout_p"])
     given.setdefault("rotary_interleaved", True)
     given["norm_eps"] = float(given.get("norm_eps", EPS))
-    for name in _OFF:
+    for name in FLAGS:
         given.setdefault(name, False)
     return tuple(given.get(name) for name in (*_TENSORS, *_SCALAR_NAMES))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvattn import errors as E
 from kvattn import ops
-from kvattn.checks import distinct, not_dense, same_device, unwritable
+from kvattn.checks import dense, distinct, same_device, unwritable
 from kvattn.counting import whole
 from kvattn.norm import EPS
 from kvattn.rotary import rotate
@@ -169,15 +169,8 @@ def _rotary_tables(x: Tensor, cos: Tensor, sin: Tensor) -> None:
         raise E.RotaryDtypeError("cos", f"{cos.dtype}, {sin.dtype}", f"float32 or {x.dtype}")
 
 
-def _dense(name: str, tensor: Tensor) -> None:
-    if not isinstance(tensor, Tensor):
-        raise E.NotATensorError(name, type(tensor).__name__, "a torch.Tensor")
-    if not_dense(tensor):
-        raise E.NotATensorError(name, not_dense(tensor), "a dense torch.Tensor")
-
-
 def _same_device(name: str, tensor: Tensor, x: Tensor) -> None:
-    _dense(name, tensor)
+    dense(name, tensor)
     same_device(name, tensor, "x", x.device)
 
 
@@ -280,7 +273,7 @@ def _parts(name: str, given: Sequence[Tensor]) -> list[Tensor]:
         got = type(given).__name__
         raise E.MergeStatesError(name, got, "a sequence of tensors") from None
     for part in parts:
-        _dense(name, part)
+        dense(name, part)
         if not part.is_floating_point():
             raise E.MergeStatesError(name, str(part.dtype), "floats")
     return parts

@@ -236,7 +236,6 @@ class Launched(Kernel):
 @contextmanager
 def mocked() -> Iterator[ModuleType]:
     """`kvattn.backends.hopper_decode_launch` over the mock."""
-    importlib.import_module("kvattn.backends.triton_prefix")  # whose kernels stay the real ones
     names = [f"kvattn.kernels.{name}" for name in KERNELS]
     fresh = ("kvattn.kernels.hopper", "kvattn.backends.hopper_decode_launch", *names)
     with base.mocked(fresh):

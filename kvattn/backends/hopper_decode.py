@@ -34,8 +34,8 @@ def _unknown_release() -> str | None:
 
 def refuses(facts: Facts) -> str | None:
     """Why the decode kernel cannot take a call whose tensors suit TMA, or None."""
-    if _unknown_release():
-        return _unknown_release()
+    if reason := _unknown_release():
+        return reason
     for tensor, words in _ELSEWHERE:
         if facts.has(tensor):
             return f"decode with {words} is left to the triton backend"
