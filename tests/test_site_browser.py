@@ -213,7 +213,8 @@ def test_from_the_list_to_a_page_and_back(browser: Browser, home: str) -> None:
     assert 0 < len(shown(page)) < len(everything().records)
     page.go_back()
     page.locator("#q").fill("kv121")
-    page.locator("#q").press("Enter")
+    with followed(page):
+        page.locator("#q").press("Enter")
     assert shown(page)[0] == "KV121"
     closed(page)
 
