@@ -13,12 +13,17 @@ from cases import BF16, F16, F32
 from conftest import DEVICE
 from mock_gluon_decode import mocked
 
+from kvattn import flash_attn_with_kvcache
 from kvattn.backends import hopper, hopper_decode
 from kvattn.request import Facts, Request
 from kvattn.testing import Case, check_case, expect, make_inputs
 
 FEW: dict[str, Any] = {"heads": 4, "kv_heads": 1, "causal": True, "dim": 64, "dtype": BF16}
 NEW: dict[str, Any] = {"new": 1, "rotary": 32}
+
+
+def hint(tokens: int) -> dict[str, Any]:
+    return {"max_seqlen_q": tokens}
 
 
 def case(name: str, **changes: Any) -> Case:
@@ -84,6 +89,25 @@ CASES = [
     case("inactive-row-appends-nothing", batch=3, lengths=(130, -1, 5), capacity=200, **NEW),
     case("inactive-row-64-rows", batch=3, lengths=(130, -1, 5), capacity=200, heads=8, seqlen_q=8,
          new=8, rotary=64),
+    case("ragged", batch=4, lengths=(130, 5, 64, 300), seqlen_q=(1, 1, 1, 1), page_size=16,
+         options=hint(1)),
+    case("ragged-drafts", batch=5, lengths=(130, 5, 64, 0, 300), seqlen_q=(3, 1, 2, 4, 0), dim=128,
+         page_size=16, spare_q=3, options=hint(4)),
+    case("ragged-two-heads", batch=3, lengths=(130, 90, 300), seqlen_q=(2, 7, 5), page_size=16,
+         kv_heads=2, options=hint(7)),
+    case("ragged-without-tokens", batch=6, lengths=(9, 200, 64, 70, -1, 5),
+         seqlen_q=(0, 3, 0, 0, 2, 0), options=hint(3)),
+    case("ragged-group-of-7", batch=3, lengths=(200, 62, 1), heads=7, seqlen_q=(1, 2, 1),
+         page_size=32, rotary=64, sinks=F32, options=hint(2)),
+    case("ragged-window", batch=3, lengths=(300, 62, 200), seqlen_q=(5, 1, 9), window=(70, 0),
+         page_size=16, softcap=5.0, options=hint(9)),
+    case("ragged-one-sequence", batch=1, lengths=(700,), seqlen_q=(3,), page_size=16,
+         norm="q", options=hint(3)),
+    case("ragged-32-rows", batch=2, lengths=(200, 62), seqlen_q=(8, 5), page_size=16,
+         options=hint(8)),
+    case("ragged-64-rows", batch=3, lengths=(200, 62, 90), heads=8, seqlen_q=(8, 0, 3),
+         page_size=16, options=hint(8)),
+    case("ragged-full", batch=2, lengths=(100, 40), seqlen_q=(3, 2), causal=False, options=hint(3)),
     case("more-new-than-rows", lengths=(200, 62), new=4, page_size=16, causal=False),
 ]  # fmt: skip
 
@@ -115,6 +139,25 @@ def test_case(case: Case, launch: ModuleType | None) -> None:
         pytest.skip("the append kernel needs a GPU")
     wanted = expect(inputs)
     out, lse = launch.run(r)
+    wanted.check(out, lse, inputs)
+
+
+@pytest.mark.parametrize("said", [1, 2, 4])
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if str(case).startswith("ragged")], ids=str
+)
+def test_ragged_sequences_longer_than_was_said(
+    case: Case, said: int, launch: ModuleType | None
+) -> None:
+    """A hint that nobody checks on a GPU hides no rows."""
+    inputs: dict[str, Any] = make_inputs(case, device=DEVICE)
+    wanted = expect(inputs)
+    if launch is None:
+        inputs["max_seqlen_q"] = said
+        out, lse = flash_attn_with_kvcache(**inputs, backend="hopper", return_softmax_lse=True)
+    else:
+        random.seed(0)
+        out, lse = launch.run(replace(request(inputs), max_seqlen_q=said))
     wanted.check(out, lse, inputs)
 
 

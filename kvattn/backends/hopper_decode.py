@@ -15,10 +15,9 @@ _LINES = 8  # slots of a page that a copy brings at least
 _DIMS = (64, 96, 128, 192, 256)
 _MEASURED = (64, 128)  # of them, others are served if a call names this backend
 _ELSEWHERE = (
-    *(("cu_seqlens_q", "ragged queries"), ("cu_seqlens_k", "ragged keys")),
-    *(("cu_seqlens_k_new", "ragged new tokens"), ("seqused_q", "seqused_q")),
-    *(("cache_leftpad", "left padding"), ("alibi_slopes", "ALiBi slopes")),
-    *(("slot_mapping", "a slot mapping"),),
+    *(("cu_seqlens_k", "ragged keys"), ("cu_seqlens_k_new", "ragged new tokens")),
+    *(("seqused_q", "seqused_q"), ("cache_leftpad", "left padding")),
+    *(("alibi_slopes", "ALiBi slopes"), ("slot_mapping", "a slot mapping")),
 )
 
 
@@ -41,12 +40,17 @@ def refuses(facts: Facts) -> str | None:
             return f"decode with {words} is left to the triton backend"
     if facts.option("attention_chunk") > 0:
         return "decode with attention chunks is left to the triton backend"
-    _, tokens, heads, dim = facts.tensor("q").shape
-    _, size, kv_heads, dim_v = facts.tensor("v_cache").shape
+    ragged = facts.has("cu_seqlens_q")
+    if ragged and facts.option("max_seqlen_q") is None:
+        return "decode of ragged queries without max_seqlen_q is left to the triton backend"
+    if ragged and prefix.shared(facts):
+        return "a common prefix of ragged queries is left to the triton backend"
+    dim, rows = facts.tensor("q").shape[-1], _rows(facts)
+    _, size, _, dim_v = facts.tensor("v_cache").shape
     if dim not in _DIMS or dim_v not in _DIMS:
         return f"decode with head dims {dim} and {dim_v} is left to the triton backend"
-    if tokens * heads // kv_heads > ROWS:
-        return f"{tokens * heads // kv_heads} query rows for each kv head are more than {ROWS}"
+    if rows > ROWS:
+        return f"{rows} query rows for each kv head are more than {ROWS}"
     if facts.batch > BATCH:
         return f"decode of {facts.batch} sequences is left to the triton backend"
     if facts.has("page_table") and size % _LINES:
@@ -54,15 +58,23 @@ def refuses(facts: Facts) -> str | None:
     return None if facts.option("backend") == "hopper" else _slower(facts)
 
 
+def _rows(facts: Facts) -> int:
+    """Packed query rows of a sequence at most; of ragged ones, by the caller's hint."""
+    *_, tokens, heads, _ = facts.tensor("q").shape
+    if facts.has("cu_seqlens_q"):
+        tokens = min(tokens, facts.option("max_seqlen_q"))
+    return tokens * heads // facts.tensor("v_cache").shape[2]
+
+
 def _slower(facts: Facts) -> str | None:
     """Why another backend is at least as fast, as was measured, or may be; or None."""
     dims = (facts.tensor("q").shape[-1], facts.tensor("v_cache").shape[-1])
     if any(dim not in _MEASURED for dim in dims):
         return f"decode with head dims {dims[0]} and {dims[1]} was not measured here"
-    rows = facts.tensor("q").shape[1] * facts.tensor("q").shape[2]
-    heads = facts.tensor("v_cache").shape[2]
-    if rows > FASTER * heads:
-        return f"decode of {rows // heads} query rows for each kv head was not faster here"
+    if facts.has("cu_seqlens_q"):
+        return "decode of ragged queries was not measured here"
+    if _rows(facts) > FASTER:
+        return f"decode of {_rows(facts)} query rows for each kv head was not faster here"
     return None
 
 

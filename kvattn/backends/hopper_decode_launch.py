@@ -56,7 +56,7 @@ def tiling(r: Request) -> Tiling:
     # 64 at once where a warpgroup has registers for them, and wgmma whole lines
     most_rows = 64 if s.dims <= 256 and _line(r.lead) == _line(r.pool) == _LINE else 32
     rows = next(n for n in (8, 16, 32, 64) if n >= min(s.rows, most_rows))
-    row_tiles = -(-s.rows // rows)
+    row_tiles = 1 if s.ragged else -(-s.rows // rows)  # of a ragged one the device knows how many
     keys, programs = 16, 1 if rows == 32 or s.dims > 256 else 2
     stages = min(6, _RING // programs // (4 * keys * s.dims * s.width))
     programs_each = s.heads * row_tiles
@@ -132,7 +132,10 @@ def _divisor(n: int) -> tuple[int, int, int]:
 
 
 def _steps(x: Tensor | None) -> tuple[int, ...]:
-    return (0, 0, 0) if x is None else x.stride()[:3]
+    """Strides of sequence, token and head; ragged ones have no first one."""
+    if x is None:
+        return 0, 0, 0
+    return x.stride()[:3] if x.dim() == 4 else (0, *x.stride()[:2])
 
 
 def _form(r: Request, t: Tiling, common: triton_decode.Common) -> Form:
@@ -140,20 +143,25 @@ def _form(r: Request, t: Tiling, common: triton_decode.Common) -> Form:
     dim, dim_v = r.lead.shape[-1], r.pool.shape[-1]
     d, dv = triton.next_power_of_2(dim), triton.next_power_of_2(dim_v)
     new = r.k.shape[1] if r.k is not None and _appends(r) else 0
-    mr = min(t.rows, triton.next_power_of_2(r.lead.shape[1] * r.heads // r.kv_heads))
+    ragged = r.cu_seqlens_q is not None
+    mr = min(t.rows, triton.next_power_of_2(max(1, triton_decode.shape_of(r).rows)))
     return Form(
         D=d, DV=dv, DIM=dim, DIM_V=dim_v, HEADS=r.kv_heads, GROUP=r.heads // r.kv_heads,
         R=t.rows, TILES=t.row_tiles, WK=4, WR=2 if t.rows == 32 else 1, WIDE=t.wide, NK=t.keys,
         STAGES=t.stages, BOX=t.box, PAGE=r.page_size if r.paged else 0,
-        BATCH=triton.next_power_of_2(r.batch),
+        BATCH=triton.next_power_of_2(max(r.batch, 2 if ragged else 1)),
         NEW=0 if new == 0 else 8 if new <= 8 else 16,
         HALF=0 if r.rotary_cos is None else r.rotary_cos.shape[1],
         INTERLEAVED=r.rotary_interleaved, ADVANCE=int(r.local), EPS=triton_launch.eps(r),
         LEFT=left is not None, RIGHT=right is not None, CAPPED=r.softcap > 0,
-        MR=mr, SPAN=max(1, 64 * (2 if t.rows == 32 else 1) // max(4, mr) // max(1, dv // 128)),
+        MR=mr, RAGGED=ragged,
+        SPAN=max(1, 64 * (2 if t.rows == 32 else 1) // max(4, mr) // max(1, dv // 128)),
         OVERLAP=t.overlap, COMMON=common.shares > 0,
         k_layout=_columns() if t.wide else _tiles(t.keys, d, _line(r.lead), t.box),
         v_layout=_columns() if t.wide else _tiles(t.keys, dv, _line(r.pool), t.box),
+        BN=4 * t.keys, WARPS=8 if t.rows == 32 else 4,
+        APART=1 if common.shares > 0 and t.rows > 8 else 2, TALL=mr if ragged else t.rows,
+        BM=max(8, mr),
     )  # fmt: skip
 
 
@@ -213,14 +221,14 @@ def decode(
     args = (
         _box(k_cache, form.BOX, form.WIDE), _box(r.pool, form.BOX, form.WIDE), q, k_cache, r.pool,
         out, lse if r.return_lse else None, part, stats, count, k, v,
-        r.cache_seqlens, r.cache_batch_idx, r.page_table, triton_launch.rotary(r.rotary_cos),
-        triton_launch.rotary(r.rotary_sin), r.rotary_seqlens, r.sinks,
-        triton_launch.unit(r.q_norm_weight),
+        r.cache_seqlens, r.cu_seqlens_q, r.cache_batch_idx, r.page_table,
+        triton_launch.rotary(r.rotary_cos), triton_launch.rotary(r.rotary_sin), r.rotary_seqlens,
+        r.sinks, triton_launch.unit(r.q_norm_weight),
         triton_launch.unit(r.k_norm_weight) if form.NEW else None, common.part, common.stats,
         common.length,
-        q.stride()[:3], triton_launch.strides(k_cache), triton_launch.strides(r.pool),
-        out.stride()[:3], lse.stride(), *map(_steps, (k, v)),
-        table_stride, r.batch, *_divisor(t.each * r.batch), *_divisor(t.parts), slots, q.shape[1],
+        _steps(q), triton_launch.strides(k_cache), triton_launch.strides(r.pool),
+        _steps(out), lse.stride() if lse.dim() == 3 else (0, *lse.stride()), *map(_steps, (k, v)),
+        table_stride, r.batch, *_divisor(t.each * r.batch), *_divisor(t.parts), slots, q.shape[-3],
         triton_launch.fresh(r), r.capacity, lines, blocks, t.ahead,
         0 if r.rotary_cos is None else r.rotary_cos.shape[0], common.keys, common.shares,
         r.softmax_scale * (1.0 if r.softcap > 0 else _LOG2E), r.softcap, left or 0, right or 0,

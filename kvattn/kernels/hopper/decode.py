@@ -60,7 +60,7 @@ def attend(Q, cache, fresh, results, strides, ring, at, mask, form: gl.constexpr
             share = share_of(run, extent, at, mask, "", form)
             _attend_share(Q, cache, fresh, results, strides, ring, share, done, at, mask, form)
             done += share.count
-            run = after(run, share)
+            run = after(run, share, form)
 
 
 @gluon.jit
@@ -78,12 +78,12 @@ _NUMBERS = (
     *("common_shares", "positions", "table_stride", "left", "right"),
 )
 
-_TENSORS = ("LENGTHS", "ROWS", "PAGES", "COUNT", "SINKS", "LSE", "BASES", "COMMON_LENGTH")
+_TENSORS = ("LENGTHS", "EDGES", "ROWS", "PAGES", "COUNT", "SINKS", "LSE", "BASES", "COMMON_LENGTH")
 
 
 @gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_TENSORS)
 def decode(
-    k, v, Q, K, V, OUT, LSE, PART, STATS, COUNT, K_NEW, V_NEW, LENGTHS, ROWS, PAGES,
+    k, v, Q, K, V, OUT, LSE, PART, STATS, COUNT, K_NEW, V_NEW, LENGTHS, EDGES, ROWS, PAGES,
     COS, SIN, BASES, SINKS, Q_NORM, K_NORM, COMMON, COMMON_STATS, COMMON_LENGTH,
     q_strides, k_strides, v_strides, out_strides, lse_strides, k_new_strides, v_new_strides,
     table_stride, batch, alike, alike_factor, alike_shift, parts, parts_factor, parts_shift,
@@ -106,7 +106,7 @@ def decode(
     fence_async_shared()
     if COMMON_LENGTH is not None:
         common, common_shares = tile.common_on_device(COMMON_LENGTH, common, common_shares)
-    at = Places(LENGTHS, ROWS, PAGES, table_stride, batch, alike, alike_factor, alike_shift,
+    at = Places(LENGTHS, EDGES, ROWS, PAGES, table_stride, batch, alike, alike_factor, alike_shift,
                 parts, parts_factor, parts_shift, slots, queries, steps, capacity, rows, blocks,
                 common, ahead)  # fmt: skip
     mask = Mask(left, right, factor, softcap)

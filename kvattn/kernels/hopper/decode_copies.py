@@ -134,4 +134,4 @@ def copy(k, v, ring, at, mask, form: gl.constexpr):
             share = share_of(run, extent, at, mask, "", form)
             _copy_share(k, v, ring, share, done, lane, at, form)
             done += share.count
-            run = after(run, share)
+            run = after(run, share, form)

@@ -12,9 +12,9 @@ def _write(top, l, acc, r, results, strides, share, at, form: gl.constexpr):
     l = gl.convert_layout(l, gl.SliceLayout(1, L), assert_trivial=True)
     r = share.row + r
     d = gl.arange(0, form.DV, layout=gl.SliceLayout(0, L))
-    live = r < at.queries * form.GROUP
+    live = r < share.until
     head = share.head * form.GROUP + r % form.GROUP
-    token = (r // form.GROUP).to(gl.int64)
+    token = (share.origin + r // form.GROUP).to(gl.int64)
     if results.SINKS is not None:
         sink = gl.load(results.SINKS + head, mask=live, other=0).to(gl.float32)
         sink = gl.where(share.active, sink * 1.4426950408889634, float("-inf"))
@@ -72,7 +72,7 @@ def _merge(results, strides, share, at, form: gl.constexpr):
     SUMMED: gl.constexpr = gl.SliceLayout(0, F)
     i = gl.arange(0, SPAN, layout=gl.SliceLayout(1, ROWS))
     r = gl.arange(0, form.MR, layout=gl.SliceLayout(0, ROWS))
-    live = share.row + r < at.queries * form.GROUP
+    live = share.row + r < share.until
     d = gl.arange(0, form.DV, layout=gl.SliceLayout(0, gl.SliceLayout(1, F)))
     d = gl.expand_dims(gl.expand_dims(d, 0), 1)
     m = gl.full([form.MR], float("-inf"), gl.float32, gl.SliceLayout(0, ROWS))
@@ -101,7 +101,7 @@ def _with_common(m, l, acc, results, share, at, form: gl.constexpr):
     STATS = results.COMMON_STATS
     i = gl.arange(0, SPAN, layout=gl.SliceLayout(1, ROWS))
     r = gl.arange(0, COUNT, layout=gl.SliceLayout(0, ROWS))
-    live = share.row + r < at.queries * form.GROUP
+    live = share.row + r < share.until
     d = gl.arange(0, form.DV, layout=gl.SliceLayout(0, gl.SliceLayout(1, F)))
     d = gl.expand_dims(gl.expand_dims(d, 0), 1)
     m = gl.convert_layout(m, gl.SliceLayout(0, ROWS), assert_trivial=True)
@@ -217,7 +217,7 @@ def _leave(top, l, acc, r, results, share, at, form: gl.constexpr):
     """What a share's rows come to on their own, and how much that weighs."""
     d = gl.arange(0, form.DV, layout=gl.SliceLayout(0, acc.type.layout))
     spots = _spot(share, share.split) * form.R + r
-    live = share.row + r < at.queries * form.GROUP
+    live = share.row + r < share.until
     safe = gl.where(l > 0.0, l, 1.0)
     at_part = results.PART + spots[:, None] * form.DV + d[None, :]
     lse = gl.where(l > 0.0, top + gl.log2(safe), float("-inf"))

@@ -6,7 +6,7 @@ from kvattn.kernels.hopper.compat import gl, gluon
 
 
 class Form(NamedTuple):
-    """What a compiled variant is made of."""
+    """What a compiled variant is made of: fields alone, as later releases keep no properties."""
 
     D: int  # padded head dim of q and k
     DV: int  # padded head dim of v
@@ -33,35 +33,24 @@ class Form(NamedTuple):
     RIGHT: bool
     CAPPED: bool
     MR: int  # rows of a program that there may be at all, a power of two
+    RAGGED: bool  # queries lie one sequence behind the other, so many as their borders say
     SPAN: int  # shares that are merged at once
     OVERLAP: bool  # the kernel starts while the one before it ends
     COMMON: bool  # that one has read a common prefix, and waited for all others itself
     k_layout: Any
     v_layout: Any
-
-    @property
-    def BN(self) -> int:
-        return self.WK * self.NK
-
-    @property
-    def WARPS(self) -> int:
-        return self.WK * self.WR
-
-    @property
-    def APART(self) -> int:
-        """Shares of a sequence from which they are left apart and merged."""
-        return 1 if self.COMMON and self.R > 8 else 2
-
-    @property
-    def BM(self) -> int:
-        """Rows that are loaded; the products have more, whose results nobody looks at."""
-        return max(8, self.MR)
+    BN: int  # keys of a tile
+    WARPS: int  # that attend
+    APART: int  # shares of a sequence from which they are left apart and merged
+    TALL: int  # rows of a tile; a ragged sequence with more than was said has more tiles
+    BM: int  # rows that are loaded; the products have more, whose results nobody looks at
 
 
 class Places(NamedTuple):
     """Index tensors, None where a call has none, and the sizes that go with them."""
 
     LENGTHS: Any
+    EDGES: Any  # borders of ragged queries
     ROWS: Any
     PAGES: Any
     table_stride: Any
@@ -73,7 +62,7 @@ class Places(NamedTuple):
     parts_factor: Any
     parts_shift: Any
     slots: Any  # runs that there may be
-    queries: Any
+    queries: Any  # of a sequence; ragged ones, of all
     steps: Any
     capacity: Any
     rows: Any  # cache rows, or lines of the page table
@@ -158,6 +147,9 @@ class Share(NamedTuple):
     b: Any
     head: Any
     row: Any  # first packed query row
+    until: Any  # past its last one, or the program's
+    queries: Any  # tokens of the sequence
+    origin: Any  # and before it
     line: Any  # cache row, or line of the page table; one that exists
     keys: Any
     old: Any  # keys before the new tokens
@@ -172,7 +164,7 @@ class Share(NamedTuple):
     splits: Any
     whole: Any  # number of the program that has the first of them
     late: Any  # whether that one had another sequence before
-    tiles: Any  # of the sequence
+    behind: Any  # past the sequence's last tile
 
 
 @gluon.jit

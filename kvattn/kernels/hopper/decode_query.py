@@ -97,10 +97,11 @@ def queries(Q, fresh, strides, share, at, base, FIRST: gl.constexpr, COUNT: gl.c
     lane = gl.arange(0, COUNT, layout=gl.SliceLayout(1, SPREAD))
     d = gl.arange(0, form.D, layout=gl.SliceLayout(0, SPREAD))
     row = share.row + FIRST + lane
-    live = row < at.queries * form.GROUP
+    live = row < share.until
     token = row // form.GROUP
     head = share.head * form.GROUP + row % form.GROUP
-    rows = share.b * strides.q[0] + token.to(gl.int64) * strides.q[1] + head * strides.q[2]
+    line = (share.origin + token).to(gl.int64)
+    rows = share.b * strides.q[0] + line * strides.q[1] + head * strides.q[2]
     place = base + token * form.ADVANCE
     return fetch(Q, fresh.Q_NORM, rows, d, live, place, fresh, form.DIM, form.HALF,
                  form.INTERLEAVED)  # fmt: skip
@@ -110,8 +111,8 @@ def queries(Q, fresh, strides, share, at, base, FIRST: gl.constexpr, COUNT: gl.c
 def borders(share, at, mask, form: gl.constexpr):
     """How many of the share's tiles come before those that are seen whole, and before the rest."""
     BN: gl.constexpr = form.BN
-    offset = share.keys - at.queries
-    last = gl.minimum((share.row + form.R - 1) // form.GROUP, at.queries - 1)
+    offset = share.keys - share.queries
+    last = gl.minimum((share.row + form.TALL - 1) // form.GROUP, share.queries - 1)
     free, bound = tile.seen_by_all(
         share.row // form.GROUP + offset, last + offset, share.low, share.high,
         mask.left, mask.right, 0, form.LEFT, form.RIGHT, False,

@@ -11,29 +11,47 @@ from kvattn.kernels.hopper.decode_parts import Run, Share
 
 
 @gluon.jit
+def _queries(b, n, CACHED: gl.constexpr, form: gl.constexpr):
+    """(tokens of a sequence, those before it, row tiles); without tokens it has no tile."""
+    if form.RAGGED:
+        origin = gl.maximum(gl.load(n.EDGES + b, cache_modifier=CACHED), 0)
+        edge = gl.minimum(gl.load(n.EDGES + b + 1, cache_modifier=CACHED), n.queries)
+        tokens = gl.maximum(edge - origin, 0)
+        return tokens, origin, gl.cdiv(tokens * form.GROUP, form.TALL)
+    else:
+        return n.queries, 0, 1
+
+
+@gluon.jit
 def _extent(b, row, n, mask, CACHED: gl.constexpr, form: gl.constexpr):
-    """(line, keys, old, active, low, high, stored, tiles) of sequences for the rows from `row` on.
+    """(line, keys, old, active, low, high, stored, tiles, *_queries) of sequences for the rows
+    from `row` on, of ragged ones for all rows.
 
     A sequence without keys has a tile too: somebody writes its rows.
     """
+    queries, origin, row_tiles = _queries(b, n, CACHED, form)
     line, _shift, _start, keys, old, active = tile.keys_of(
         b, n.LENGTHS, None, None, None, n.ROWS, n.steps, n.capacity, n.rows, False, CACHED,
     )  # fmt: skip
     if n.ROWS is not None:
         line = gl.where((line >= 0) & (line < n.rows), line, 0)
-    offset = keys - n.queries
+    offset = keys - queries
+    last = queries - 1
+    if not form.RAGGED:
+        last = gl.minimum((row + form.R - 1) // form.GROUP, last)
     low, high = tile.seen(
-        row // form.GROUP + offset,
-        gl.minimum((row + form.R - 1) // form.GROUP, n.queries - 1) + offset, keys,
+        row // form.GROUP + offset, last + offset, keys,
         mask.left, mask.right, 0, form.LEFT, form.RIGHT, False,
     )  # fmt: skip
     if form.COMMON:
-        low = tile.common_until(keys, old, n.queries, mask.right, n.common, form.RIGHT)
+        low = tile.common_until(keys, old, queries, mask.right, n.common, form.RIGHT)
     stored = high  # keys that lie in the cache
     if form.NEW > 0:
         stored = gl.maximum(gl.minimum(high, old), 0)
     tiles = gl.maximum(gl.cdiv(stored, form.BN) - low // form.BN, 1)
-    return line, keys, old, active, low, high, stored, tiles
+    if form.RAGGED:
+        tiles = gl.where(row_tiles > 0, tiles, 0)
+    return line, keys, old, active, low, high, stored, tiles, queries, origin, row_tiles
 
 
 @gluon.jit
@@ -61,7 +79,7 @@ def run_of(n, mask, WARPS: gl.constexpr, CACHED: gl.constexpr, form: gl.constexp
         LANES: gl.constexpr = gl.BlockedLayout([EACH], [32], [WARPS], [0])  # a copy in each warp
         b = gl.arange(0, form.BATCH, layout=LANES)
         extent = _extent(gl.minimum(b, n.batch - 1), row, n, mask, CACHED, form)
-        tiles = gl.where(b < n.batch, extent[7], 0)
+        tiles = gl.where(b < n.batch, extent[7] * extent[10], 0)
         total = gl.sum(tiles, 0)
         alike = gl.max(tiles, 0) * n.batch <= 2 * total
         parts = gl.where(alike, n.alike, n.parts)
@@ -93,17 +111,26 @@ def share_of(run, extent, n, mask, CACHED: gl.constexpr, form: gl.constexpr):
         its = _extent(b, run.row, n, mask, CACHED, form)
     else:
         its = extent
-    line, keys, old, active, low, high, stored, tiles = its
-    count = gl.minimum(run.end - run.at, run.first + tiles - run.at)
-    first = (low // form.BN + run.at - run.first) * form.BN
+    line, keys, old, active, low, high, stored, tiles, queries, origin, row_tiles = its
+    row = run.row
+    until = queries * form.GROUP
+    start = run.first  # number of the first of these tiles
+    if form.RAGGED:
+        row_tile = (run.at - run.first) // gl.maximum(tiles, 1)
+        row = row_tile * form.TALL
+        until = gl.minimum(until, row + form.TALL)
+        start += row_tile * tiles
+    count = gl.minimum(run.end - run.at, start + tiles - run.at)
+    first = (low // form.BN + run.at - start) * form.BN
     # programs that share the sequence; the first of them may have begun with another one
-    leader = ((run.first + 1) * run.parts - 1) // run.total
-    last = ((run.first + tiles) * run.parts - 1) // run.total
-    late = (leader * run.total < run.first * run.parts).to(gl.int32)
+    leader = ((start + 1) * run.parts - 1) // run.total
+    last = ((start + tiles) * run.parts - 1) // run.total
+    late = (leader * run.total < start * run.parts).to(gl.int32)
     whole = (run.row // form.R * form.HEADS + run.head) * n.slots + leader
-    ends = run.first + tiles <= run.end
-    return Share(b, run.head, run.row, line, keys, old, active, low, high, stored, ends, first,
-                 count, run.group - leader, last - leader + 1, whole, late, tiles)  # fmt: skip
+    ends = start + tiles <= run.end
+    return Share(b, run.head, row, until, queries, origin, line, keys, old, active, low, high,
+                 stored, ends, first, count, run.group - leader, last - leader + 1, whole, late,
+                 run.first + tiles * row_tiles)  # fmt: skip
 
 
 @gluon.jit
@@ -113,8 +140,14 @@ def key_of(share, i, form: gl.constexpr):
 
 
 @gluon.jit
-def after(run, share):
+def after(run, share, form: gl.constexpr):
     """The same run behind a share of it."""
     at = run.at + share.count
-    return Run(run.group, run.head, run.row, run.parts, run.total, at, run.end, run.b + 1,
-               run.first + share.tiles)  # fmt: skip
+    b = run.b + 1
+    first = share.behind
+    if form.RAGGED:  # the next row tile of the same one, or sequences without tokens on the way
+        stays = at < share.behind
+        b = gl.where(stays, run.b, b)
+        first = gl.where(stays, run.first, first)
+    return Run(run.group, run.head, run.row, run.parts, run.total, at, run.end, b,
+               first)  # fmt: skip

@@ -59,7 +59,7 @@ def _step(q, m, l, acc, k, v, full, turn, key, end, share, at, mask, MASKED: gl.
         keep = (j >= share.low) & (j < end)
         if form.LEFT or form.RIGHT:
             r = gl.arange(0, form.R, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
-            place = (share.row + r) // form.GROUP + share.keys - at.queries
+            place = (share.row + r) // form.GROUP + share.keys - share.queries
             distance = gl.expand_dims(gl.expand_dims(place, 0), 2) - j
             if form.RIGHT:
                 keep = keep & (distance >= -mask.right)

@@ -65,7 +65,7 @@ def _step(q, m, l, acc, k, v, full, turn, key, end, share, at, mask, MASKED: gl.
         keep = (j >= share.low) & (j < end)
         if form.LEFT or form.RIGHT:
             r = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, S))
-            place = (share.row + r) // form.GROUP + share.keys - at.queries
+            place = (share.row + r) // form.GROUP + share.keys - share.queries
             distance = place[:, None] - j
             if form.RIGHT:
                 keep = keep & (distance >= -mask.right)
