@@ -30,9 +30,10 @@ def found(
 
 def table_of(lengths: list[int], size: int, columns: int, shared: int, seed: int = 0) -> Tensor:
     """Pages of their own behind `shared` columns; entries that are not in use hold garbage."""
-    random = torch.Generator().manual_seed(seed)
-    wide = torch.tensor(GARBAGE, dtype=torch.int32).repeat(len(lengths), columns + 1)
-    pages = torch.randperm(4 * len(lengths) * columns + 4, generator=random, dtype=torch.int32)
+    random = torch.Generator("cpu").manual_seed(seed)
+    wide = torch.tensor(GARBAGE, dtype=torch.int32, device="cpu").repeat(len(lengths), columns + 1)
+    count = 4 * len(lengths) * columns + 4
+    pages = torch.randperm(count, generator=random, dtype=torch.int32, device="cpu")
     start = pages[:columns]
     for b, length in enumerate(lengths):
         used = -(-max(length, 0) // size)
